@@ -1,0 +1,1 @@
+"""How a user starts TKNP: models, quick start, checks before a launch."""

@@ -1,0 +1,1 @@
+"""How a step runs over nodes: the model side of TKNP."""

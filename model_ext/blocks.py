@@ -1,0 +1,116 @@
+"""Where the weights go: the placement that all ranks agree on, and the head on the last node."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_tknp import compat, placement
+from sglang_tknp.checkpoint import estimate_model_bytes, read_model_bytes
+from sglang_tknp.config import TknpConfig
+from sglang_tknp.placement import ModelBytes, Placement
+
+logger = logging.getLogger(__name__)
+
+
+def agree_on_placement(model_config: Any, settings: TknpConfig, num_nodes: int) -> Placement:
+    """World rank 0 decides and every rank takes its decision; reached by all ranks."""
+    decision: list[Any] = [None]
+    group = compat.parallel().tp_group
+    if group.rank_in_group == 0:
+        decision[0] = decide_placement(model_config, settings, num_nodes)
+    torch.distributed.broadcast_object_list(decision, src=group.ranks[0], group=group.cpu_group)
+    agreed, text = decision[0]
+    if group.rank_in_group == 0:
+        logger.info("TKNP weight placement:\n%s", text)
+    return agreed
+
+
+def decide_placement(
+    model_config: Any, settings: TknpConfig, num_nodes: int
+) -> tuple[Placement, str]:
+    """The placement, and its table for the log."""
+    model = model_bytes(model_config)
+    if settings.layer_blocks is None:
+        chosen = placement.balance(model, num_nodes)
+    else:
+        layers = placement.parse_layer_blocks(settings.layer_blocks, len(model.layers), num_nodes)
+        chosen = placement.place(model, layers)
+    return chosen, placement.format_table(chosen, model, None)
+
+
+def model_bytes(model_config: Any) -> ModelBytes:
+    """Bytes of the checkpoint's tensors; estimated from the configuration for dummy weights."""
+    config = model_config.hf_text_config
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    folder = checkpoint_folder(model_config)
+    try:
+        return read_model_bytes(folder, config.num_hidden_layers, tied)
+    except FileNotFoundError as error:
+        logger.warning("%s; placing layers by sizes estimated from the configuration", error)
+        return estimate_model_bytes(config.to_dict(), model_config.dtype.itemsize)
+
+
+def checkpoint_folder(model_config: Any) -> Path:
+    """The local folder of the checkpoint, downloaded from the hub as SGLang's loader would."""
+    path = Path(model_config.model_path)
+    if path.exists():
+        return path if path.is_dir() else path.parent
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.json"]
+    return Path(
+        snapshot_download(
+            model_config.model_path, revision=model_config.revision, allow_patterns=patterns
+        )
+    )
+
+
+def place_head(stage: Any, runner: Any) -> None:
+    """Leave one head in the pool, on the last node; reached by all ranks.
+
+    SGLang's Llama builds an untied head on every stage, and gives a tied head to none but the
+    first: the last node then takes a copy of the embedding from the first one, rank by rank.
+    """
+    model = stage.model
+    if getattr(stage.whole_model, "lm_head", None) is None:
+        raise ValueError(
+            f"{type(model).__name__} has no lm_head: TKNP does not know its head, so it cannot "
+            "serve it; serve it without --enable-tknp"
+        )
+    missing = stage.is_head_node and not hasattr(model.lm_head, "weight")
+    flags: list[Any] = [None] * stage.topology.num_nodes
+    torch.distributed.all_gather_object(flags, missing, group=stage.peers.cpu_group)
+    if flags[-1]:
+        _copy_tied_head(stage, runner)
+    if not stage.is_head_node:
+        model.lm_head = compat.missing_layer()
+
+
+def _copy_tied_head(stage: Any, runner: Any) -> None:
+    """The first node's embedding shard goes to the last node's matching TP rank."""
+    if stage.node == 0:
+        weight = stage.model.lm_head.weight
+        torch.distributed.send(
+            weight.data, group_dst=stage.topology.num_nodes - 1, group=stage.peers.device_group
+        )
+    elif stage.is_head_node:
+        config = runner.model_config.hf_text_config
+        like = next(p for p in stage.model.parameters() if p.is_floating_point())
+        with stage.scope(), like.device:
+            head = compat.make_head(config.vocab_size, config.hidden_size, runner.model_config)
+        torch.distributed.recv(head.weight.data, group_src=0, group=stage.peers.device_group)
+        stage.model.lm_head = head
+
+
+def forbid_weight_updates(model: Any) -> None:
+    """A live weight update would miss the other nodes' blocks: refuse it with the reason."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            "--enable-tknp does not support weight updates while serving: restart the pool with "
+            "the new checkpoint"
+        )
+
+    model.load_weights = refuse

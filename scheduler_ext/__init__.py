@@ -1,0 +1,1 @@
+"""Which owner holds which request: the scheduler and controller side of TKNP."""

@@ -1,0 +1,114 @@
+"""Idle is idle: schedulers and the controller block on their sockets, and one wakes all.
+
+The nodes of a pool step in lockstep, so a node may only sleep while its peers can be woken:
+every node's first rank owns a socket on which any peer tells it that there is work.
+"""
+
+import logging
+from typing import Any
+
+import torch
+import zmq
+
+from sglang_tknp import compat
+
+logger = logging.getLogger(__name__)
+
+# A sleeping node looks around this often even if nobody calls.
+HEARTBEAT_MS = 1000
+# A node whose requests cannot run yet (a grammar compiles, memory is short) looks this often.
+WAITING_MS = 2
+
+
+class PeerSleeper:
+    """Sleeps until a request for this node, or a peer's call, arrives. First rank of a node."""
+
+    def __init__(self, request_sockets: list[Any], wake_socket: Any, peers: list[Any]) -> None:
+        self.wake_socket = wake_socket
+        self.peers = peers
+        self.poller = zmq.Poller()
+        for socket in (*request_sockets, wake_socket):
+            self.poller.register(socket, zmq.POLLIN)
+
+    def maybe_sleep(self) -> None:
+        """SGLang calls it when this node has nothing to do and the step was idle everywhere."""
+        self._rest(HEARTBEAT_MS)
+
+    def rest_while_waiting(self) -> None:
+        """This node has requests that cannot run: keep the peers stepping, and do not spin."""
+        self.wake_peers()
+        self._rest(WAITING_MS)
+
+    def _rest(self, limit_ms: int) -> None:
+        ready = {socket for socket, _ in self.poller.poll(limit_ms)}
+        called = self.wake_socket in ready
+        while self.wake_socket.poll(0):
+            self.wake_socket.recv(zmq.NOBLOCK)
+        if ready and not called:
+            self.wake_peers()
+
+    def wake_peers(self) -> None:
+        for peer in self.peers:
+            try:
+                peer.send(b"", zmq.NOBLOCK)
+            except zmq.Again:
+                pass  # its queue is full of calls already
+
+
+def after_init_idle_sleeper(result: Any, scheduler: Any) -> None:
+    """Target: Scheduler.init_idle_sleeper, on every rank (addresses are gathered)."""
+    parallel = compat.parallel()
+    leads = parallel.attn_tp_rank == 0
+    host = "127.0.0.1" if parallel.nnodes == 1 else compat.host_address()
+    wake_socket = port = None
+    if leads:
+        wake_socket = zmq.Context.instance().socket(zmq.PULL)
+        port = wake_socket.bind_to_random_port(f"tcp://{host}")
+    group = parallel.tp_group
+    addresses: list[Any] = [None] * group.world_size
+    own = f"tcp://{host}:{port}" if leads else None
+    torch.distributed.all_gather_object(addresses, own, group=group.cpu_group)
+    if leads:
+        peers = [_connect(a) for a in addresses if a is not None and a != own]
+        channels = scheduler.ipc_channels
+        requests = [channels.recv_from_tokenizer, channels.recv_from_rpc]
+        sockets = [s for s in requests if s is not None]
+        scheduler.idle_sleeper = PeerSleeper(sockets, wake_socket, peers)
+
+
+def _connect(address: str) -> Any:
+    socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 16)
+    socket.connect(address)
+    return socket
+
+
+def before_on_idle(scheduler: Any) -> None:
+    """Target: Scheduler.on_idle, on every rank after a step that was idle everywhere."""
+    sleeper = scheduler.idle_sleeper
+    if isinstance(sleeper, PeerSleeper) and not scheduler.is_fully_idle():
+        sleeper.rest_while_waiting()
+
+
+class PatientSocket:
+    """The controller's socket: a non-blocking receive waits a while for a message first."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def recv(self, flags: int = 0, *args: Any, **kwargs: Any) -> Any:
+        self._socket.poll(HEARTBEAT_MS)
+        return self._socket.recv(flags, *args, **kwargs)
+
+    def recv_multipart(self, flags: int = 0, *args: Any, **kwargs: Any) -> Any:
+        self._socket.poll(HEARTBEAT_MS)
+        return self._socket.recv_multipart(flags, *args, **kwargs)
+
+
+def before_controller_event_loop(controller: Any) -> None:
+    """Target: DataParallelController.event_loop."""
+    controller.recv_from_tokenizer = PatientSocket(controller.recv_from_tokenizer)

@@ -1,0 +1,50 @@
+"""What a pool tells about itself: the start-up table, /server_info and /metrics."""
+
+import logging
+from typing import Any
+
+import torch
+
+from sglang_tknp import compat
+from sglang_tknp.config import TknpConfig
+from sglang_tknp.model_ext.stage import current_stage
+
+logger = logging.getLogger(__name__)
+
+
+def log_pool(scheduler: Any) -> None:
+    """Log layers and KV tokens of every node, once; reached by all ranks."""
+    stage = current_stage()
+    kv_tokens: list[Any] = [None] * stage.topology.num_nodes
+    own = int(scheduler.max_total_num_tokens)
+    torch.distributed.all_gather_object(kv_tokens, own, group=stage.peers.cpu_group)
+    if stage.topology.rank == 0:
+        lines = (
+            f"node {node}: layers {start}-{end - 1}, {tokens} KV tokens"
+            for node, ((start, end), tokens) in enumerate(
+                zip(stage.placement.bounds, kv_tokens, strict=True)
+            )
+        )
+        logger.info(
+            "TKNP pool is ready, %d KV tokens in all:\n  %s", sum(kv_tokens), "\n  ".join(lines)
+        )
+
+
+def after_add_topology(result: Any, controller: Any, state: dict[str, Any]) -> None:
+    """Target: SchedulerInternalStateController._add_topology, for /server_info."""
+    stage = current_stage()
+    start, end = stage.placement.bounds[stage.node]
+    state["tknp"] = {
+        "num_nodes": stage.topology.num_nodes,
+        "ranks_per_node": stage.topology.tp_size,
+        "node": stage.node,
+        "layer_blocks": list(stage.placement.blocks),
+        "layers": [start, end - 1],
+        "weight_bytes": stage.placement.node_bytes[stage.node],
+        "kv_tokens": int(controller.scheduler.max_total_num_tokens),
+        "exchange_timeout": TknpConfig.from_env().exchange_timeout,
+        "exchange": {
+            kind: {"messages": traffic.messages, "bytes": traffic.bytes}
+            for kind, traffic in stage.step.exchange.stats.items()
+        },
+    }

@@ -1,0 +1,92 @@
+"""TKNP's part of SGLang's argument resolution: defaults, and refusals with their reasons.
+
+Each step runs in the launcher at the place of the SGLang step that it wraps.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang_tknp import compat, refusals
+from sglang_tknp.config import TknpConfig
+from sglang_tknp.placement import parse_layer_blocks
+from sglang_tknp.plugin import fail_closed
+
+logger = logging.getLogger(__name__)
+
+# On the command line a refusal is one line on stderr; to a caller of engine() it is a ValueError.
+exit_on_refusal = False
+
+
+def _check(check: Callable[..., Any], *args: Any) -> Any:
+    return fail_closed(check, *args) if exit_on_refusal else check(*args)
+
+
+def resolve_layout(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """First step of all: what TKNP refuses, and N from --nnodes when the user gave none."""
+    _check(_resolve_layout, server_args)
+    previous(server_args)
+
+
+def _resolve_layout(server_args: Any) -> None:
+    settings = TknpConfig.from_env()
+    message = refusals.refused(server_args)
+    if message:
+        raise ValueError(message)
+    if settings.device_memory_gb is not None and not compat.cpu_platform_active():
+        raise ValueError(
+            f"--tknp-device-memory-gb={settings.device_memory_gb:g} works on TKNP's CPU platform "
+            "only: a GPU's memory is what it has; use --mem-fraction-static or --max-total-tokens"
+        )
+    num_nodes = refusals.num_nodes_of(
+        server_args.tp_size, server_args.attn_dp_size, server_args.nnodes
+    )
+    if num_nodes != server_args.attn_dp_size:
+        compat.declare(server_args, attn_dp_size=num_nodes)
+
+
+def resolve_cuda(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """On CUDA: no graphs yet, and FlashInfer's attention unless the user names another."""
+    if not compat.cpu_platform_active():
+        logger.info("TKNP runs without CUDA graphs for now: decode and prefill graphs are off")
+        compat.declare(
+            server_args, disable_decode_cuda_graph=True, disable_prefill_cuda_graph=True
+        )
+        if compat.resolving(server_args).attention_backend is None:
+            compat.declare(server_args, attention_backend="flashinfer")
+    previous(server_args)
+
+
+def check_model(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Late step: the model, its layers and heads against the nodes."""
+    previous(server_args)
+    _check(_check_model, server_args)
+
+
+def _check_model(server_args: Any) -> None:
+    from sglang_tknp.model_ext.checks import refusal
+
+    cfg = compat.resolving(server_args)
+    model_config = compat.model_config(server_args)
+    message = refusal(model_config, model_config.hf_config.architectures or ())
+    if message:
+        raise ValueError(message)
+    num_nodes = cfg.attn_dp_size
+    config = model_config.hf_text_config
+    refusals.check_heads(
+        model_config.num_attention_heads,
+        model_config.get_total_num_kv_heads(),
+        config.num_hidden_layers,
+        num_nodes,
+        cfg.tp_size // num_nodes,
+    )
+    layer_blocks = TknpConfig.from_env().layer_blocks
+    if layer_blocks is not None:
+        parse_layer_blocks(layer_blocks, config.num_hidden_layers, num_nodes)
+
+
+STEPS = {
+    "handle_deprecated_dp_attention": resolve_layout,
+    "handle_cuda_graph_config": resolve_cuda,
+    "handle_other_validations": check_model,
+}
