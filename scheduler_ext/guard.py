@@ -1,6 +1,6 @@
 """No hangs, and a cause for every stop: a lost rank takes its pool down within seconds.
 
-On one host the controller watches its schedulers. Across hosts a dead rank closes its
+On one host the launcher watches the ranks and the controller. Across hosts a dead rank closes its
 connections, so every peer's next transfer fails, which ends its own host's processes.
 """
 
@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -19,7 +19,7 @@ from sglang_tknp.config import TknpConfig
 
 logger = logging.getLogger(__name__)
 
-# The launcher gets this long to end its own process tree before the watcher does it.
+# SGLang's own handler gets this long to end the pool before the watch does it.
 GRACE_SECONDS = 3.0
 
 
@@ -34,44 +34,63 @@ def describe_rank(tp_rank: int) -> str:
     return f"rank {tp_rank} (node {tp_rank // ranks_per_node}, TP rank {tp_rank % ranks_per_node})"
 
 
-def before_controller_init(controller: Any, *_: Any, **__: Any) -> None:
-    """Target: DataParallelController.__init__, before it spawns its schedulers."""
-    threading.Thread(target=_watch, args=(controller,), name="tknp-watch", daemon=True).start()
+class PoolWatch:
+    """Waits for the first process of this host's pool to end, then ends all of them."""
+
+    def __init__(self, processes: Sequence[Any], names: Sequence[str]) -> None:
+        self.processes = processes
+        self.names = names
+        self.stopped = threading.Event()
+        threading.Thread(target=self._run, name="tknp-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        sentinels = {process.sentinel: i for i, process in enumerate(self.processes)}
+        ended: list[Any] = []
+        while not ended:
+            ended = wait(list(sentinels), timeout=1.0)
+        if self.stopped.is_set():
+            return
+        index = min(sentinels[sentinel] for sentinel in ended)
+        process = self.processes[index]
+        process.join(0)
+        if process.exitcode != 0:
+            say(f"{self.names[index]}, process {process.pid}, {cause(process.exitcode)}; "
+                "stopping the pool")
+            end_this_host()
 
 
-def _watch(controller: Any) -> None:
-    """Wait for the first scheduler of this host to end, then stop the host's whole pool."""
-    ended = None
-    while ended is None:
-        processes = list(getattr(controller, "scheduler_procs", ()))
-        # Briefly, because the controller is still adding processes at start.
-        wait([process.sentinel for process in processes], timeout=0.5)
-        ended = next((i for i, p in enumerate(processes) if p.exitcode is not None), None)
-    process = controller.scheduler_procs[ended]
-    first = compat.parallel().node_rank * compat.parallel().tp_size // compat.parallel().nnodes
-    if process.exitcode == 0:
-        return  # an orderly shutdown
-    code = process.exitcode
-    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-    say(f"{describe_rank(first + ended)}, process {process.pid}, {cause}; stopping the pool")
-    stop_host()
+def cause(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
 
 
-def stop_host() -> None:
-    """End every process that the launcher of this host started, and the launcher."""
-    import psutil
+def end_this_host() -> None:
+    """End this process and every process below it, by SGLang's handler or without it."""
+    os.kill(os.getpid(), signal.SIGQUIT)
+    time.sleep(GRACE_SECONDS)
+    compat.kill_process_tree(os.getpid())
 
-    launcher = os.getppid()
-    try:
-        os.kill(launcher, signal.SIGQUIT)  # SGLang's handler ends its process tree
-        time.sleep(GRACE_SECONDS)
-        for process in (*psutil.Process(launcher).children(recursive=True), None):
-            if process is not None and process.pid != os.getpid():
-                process.kill()
-        os.kill(launcher, signal.SIGKILL)
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        pass
-    os._exit(1)
+
+_watch: PoolWatch | None = None
+
+
+def after_launch_scheduler_processes(result: tuple[Any, Any], *_: Any, **__: Any) -> None:
+    """Target: Engine._launch_scheduler_processes, in the launcher of each host."""
+    global _watch
+    _, processes = result
+    parallel = compat.parallel()
+    local = parallel.tp_size // parallel.nnodes
+    names = [describe_rank(parallel.node_rank * local + i) for i in range(local)]
+    # SGLang lists the controller first, where this host has one.
+    controllers = ["the data-parallel controller"] * (len(processes) - local)
+    _watch = PoolWatch(processes, [*controllers, *names])
+
+
+def before_watchdog_stop(*_: Any) -> None:
+    """Target: SubprocessWatchdog.stop, in the launcher: SGLang is about to end its processes."""
+    if _watch is not None:
+        _watch.stopped.set()
 
 
 def around_run_event_loop(original: Callable[[Any], None], scheduler: Any) -> None:

@@ -98,15 +98,15 @@ class PatientSocket:
         self._socket = socket
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._socket, name)
+        method = getattr(self._socket, name)
+        if not name.startswith("recv"):
+            return method
 
-    def recv(self, flags: int = 0, *args: Any, **kwargs: Any) -> Any:
-        self._socket.poll(HEARTBEAT_MS)
-        return self._socket.recv(flags, *args, **kwargs)
+        def patient(*args: Any, **kwargs: Any) -> Any:
+            self._socket.poll(HEARTBEAT_MS)
+            return method(*args, **kwargs)
 
-    def recv_multipart(self, flags: int = 0, *args: Any, **kwargs: Any) -> Any:
-        self._socket.poll(HEARTBEAT_MS)
-        return self._socket.recv_multipart(flags, *args, **kwargs)
+        return patient
 
 
 def before_controller_event_loop(controller: Any) -> None:

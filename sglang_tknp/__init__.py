@@ -20,7 +20,7 @@ def engine(
     its processes. Raises ValueError for a setting that TKNP refuses.
     """
     from sglang_tknp.config import DEFAULT_EXCHANGE_TIMEOUT, TknpConfig
-    from sglang_tknp.plugin import activate
+    from sglang_tknp.plugin import activate_launcher
 
     TknpConfig(
         enable=True,
@@ -28,7 +28,7 @@ def engine(
         exchange_timeout=tknp_exchange_timeout or DEFAULT_EXCHANGE_TIMEOUT,
         device_memory_gb=tknp_device_memory_gb,
     ).to_env()
-    activate()
+    activate_launcher()
     import sglang
 
     return sglang.Engine(**server_args)

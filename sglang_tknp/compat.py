@@ -71,6 +71,25 @@ CPU_HOOKS = (
     ),
 )
 
+LAUNCHER_HOOKS = (
+    Hook(
+        target="sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
+        kind="after",
+        function="sglang_tknp.scheduler_ext.guard:after_launch_scheduler_processes",
+        params=("cls", "server_args", "port_args", "run_scheduler_process_func"),
+        reason="a killed rank must take the pool down at once and be named, at start too",
+        delete_when="SGLang's watchdog names ranks and watches from the start",
+    ),
+    Hook(
+        target="sglang.srt.utils.watchdog.SubprocessWatchdog.stop",
+        kind="before",
+        function="sglang_tknp.scheduler_ext.guard:before_watchdog_stop",
+        params=("self",),
+        reason="SGLang stops its watchdog before it ends its processes; ours must stop with it",
+        delete_when="SGLang's watchdog names ranks and watches from the start",
+    ),
+)
+
 POOL_HOOKS = (
     Hook(
         target="sglang.srt.utils.common.get_available_gpu_memory",
@@ -148,20 +167,6 @@ POOL_HOOKS = (
         params=("self", "state"),
         reason="/server_info shows TKNP's layout",
         delete_when="SGLang lets a plugin contribute to /server_info",
-    ),
-    Hook(
-        target="sglang.srt.managers.data_parallel_controller.DataParallelController.__init__",
-        kind="before",
-        function="sglang_tknp.scheduler_ext.guard:before_controller_init",
-        params=(
-            "self",
-            "server_args",
-            "port_args",
-            "run_scheduler_process_func",
-            "prelaunched_schedulers",
-        ),
-        reason="a killed scheduler must take the pool down at once, at start too",
-        delete_when="SGLang's controller watches its schedulers",
     ),
     Hook(
         target="sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
@@ -393,3 +398,10 @@ def model_config(server_args: Any) -> Any:
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     return model_config_of(server_args)
+
+
+def kill_process_tree(pid: int) -> None:
+    """SIGKILL a process and all of its descendants."""
+    from sglang.srt.utils import kill_process_tree as kill
+
+    kill(pid)

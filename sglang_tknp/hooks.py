@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from sglang_tknp import config
-from sglang_tknp.plugin import activate, fail_closed
+from sglang_tknp.plugin import activate_launcher, fail_closed
 
 # Nodes load their blocks at different speeds, and SGLang's groups wait for the slowest at start.
 # Once the pool runs, guard.py lowers every group to --tknp-exchange-timeout.
@@ -28,7 +28,7 @@ def _apply_flags(args: argparse.Namespace) -> None:
     settings = config.from_cli_args(args)
     settings.to_env()
     if settings.enable:
-        activate()
+        activate_launcher()
         from sglang_tknp import resolution
 
         resolution.exit_on_refusal = True

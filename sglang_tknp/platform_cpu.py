@@ -20,6 +20,8 @@ GIB = 1 << 30
 # The machine's other processes, the launcher and the allocators' slack stay outside the pools.
 SHARE_OF_FREE_MEMORY = 0.8
 MEM_FRACTION_STATIC = 0.9
+# SGLang waits for a GPU's state before it dumps it: five seconds, py-spy, and up to a minute.
+CRASH_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 
@@ -101,6 +103,8 @@ class TknpCpuPlatform(CpuDeviceMixin, SRTPlatform):
         bind = "|".join(",".join(map(str, cores)) for cores in lists)
         os.environ.setdefault(THREADS_BIND, bind)
         os.environ.setdefault("OMP_NUM_THREADS", str(len(lists[0])))
+        for diagnostic in CRASH_DIAGNOSTICS:
+            os.environ.setdefault(diagnostic, "0")
         if server_args.attention_backend == "intel_amx":
             server_args.attention_backend = "torch_native"  # PyPI has no AMX build of sgl_kernel
         if server_args.mem_fraction_static is None:

@@ -36,6 +36,14 @@ def activate() -> None:
         compat.install(compat.POOL_HOOKS)
 
 
+def activate_launcher() -> None:
+    """Switch TKNP on in the process that starts the pool: the flags and `engine` call it."""
+    from sglang_tknp import compat
+
+    activate()
+    compat.install(compat.LAUNCHER_HOOKS)
+
+
 def _runs_the_pool() -> bool:
     """Whether this process is a scheduler or the controller.
 
