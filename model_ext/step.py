@@ -96,7 +96,9 @@ class Step:
         """This node is the active root: its block's dense layers for the full batch."""
         kwargs = {}
         if self.node > 0:
-            hidden, residual = (self.new_rows(self.layout.num_rows, self.stage.hidden_size) for _ in "hr")
+            hidden, residual = (
+                self.new_rows(self.layout.num_rows, self.stage.hidden_size) for _ in "hr"
+            )
             self.exchange.receive_handoff((hidden, residual), self.node - 1)
             kwargs["pp_proxy_tensors"] = compat.handoff_tensors(hidden, residual)
         out = self.stage_forward(ids, positions, self._root_batch(ids, positions), **kwargs)

@@ -54,8 +54,10 @@ class PoolWatch:
         process = self.processes[index]
         process.join(0)
         if process.exitcode != 0:
-            say(f"{self.names[index]}, process {process.pid}, {cause(process.exitcode)}; "
-                "stopping the pool")
+            say(
+                f"{self.names[index]}, process {process.pid}, {cause(process.exitcode)}; "
+                "stopping the pool"
+            )
             end_this_host()
 
 

@@ -4,6 +4,7 @@ The nodes of a pool step in lockstep, so a node may only sleep while its peers c
 every node's first rank owns a socket on which any peer tells it that there is work.
 """
 
+import contextlib
 import logging
 from typing import Any
 
@@ -49,10 +50,8 @@ class PeerSleeper:
 
     def wake_peers(self) -> None:
         for peer in self.peers:
-            try:
+            with contextlib.suppress(zmq.Again):  # its queue is full of calls already
                 peer.send(b"", zmq.NOBLOCK)
-            except zmq.Again:
-                pass  # its queue is full of calls already
 
 
 def after_init_idle_sleeper(result: Any, scheduler: Any) -> None:
@@ -60,7 +59,8 @@ def after_init_idle_sleeper(result: Any, scheduler: Any) -> None:
     parallel = compat.parallel()
     leads = parallel.attn_tp_rank == 0
     host = "127.0.0.1" if parallel.nnodes == 1 else compat.host_address()
-    wake_socket = port = None
+    wake_socket: Any = None
+    port = None
     if leads:
         wake_socket = zmq.Context.instance().socket(zmq.PULL)
         port = wake_socket.bind_to_random_port(f"tcp://{host}")
@@ -77,7 +77,7 @@ def after_init_idle_sleeper(result: Any, scheduler: Any) -> None:
 
 
 def _connect(address: str) -> Any:
-    socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket: Any = zmq.Context.instance().socket(zmq.PUSH)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 16)
     socket.connect(address)

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from sglang_tknp import compat
 from sglang_tknp.config import TknpConfig
 from sglang_tknp.model_ext.stage import current_stage
 

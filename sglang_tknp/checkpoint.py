@@ -1,3 +1,95 @@
+"""Bytes of a checkpoint's tensors, from the headers of its safetensors files. Standard library.
+
+True stored bytes, so quantised and mixed-precision layers and their scales count as they are.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
 from sglang_tknp.placement import ModelBytes
-def read_model_bytes(p,L,tied): return ModelBytes(0,(1,)*L,0,0,tied)
-def estimate_model_bytes(c,d): return ModelBytes(0,(1,)*c['num_hidden_layers'],0,0,False)
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings)\.")
+_HEAD = re.compile(r"^(?:.*\.)?(?:lm_head|output|embed_out)\.")
+
+
+def read_model_bytes(folder: Path, num_layers: int, tied: bool) -> ModelBytes:
+    """Bytes per layer and endpoint of the checkpoint in `folder`.
+
+    Layers from `num_layers` on (multi-token prediction) do not count, nor a stored head when the
+    model ties it. Raises FileNotFoundError without safetensors files, ValueError if a layer of
+    the model has no tensor.
+    """
+    layers = [0] * num_layers
+    embedding = norm = head = 0
+    for name, size in _tensor_bytes(folder):
+        layer = _LAYER.search(name)
+        if layer:
+            if int(layer.group(1)) < num_layers:
+                layers[int(layer.group(1))] += size
+        elif _EMBEDDING.search(name):
+            embedding += size
+        elif _HEAD.search(name):
+            head += 0 if tied else size
+        else:
+            norm += size
+    if 0 in layers:
+        raise ValueError(
+            f"the checkpoint in {folder} has no tensor of layer {layers.index(0)}, and its "
+            f"configuration names {num_layers} layers"
+        )
+    return ModelBytes(
+        embedding=embedding, layers=tuple(layers), final_norm=norm, head=head, tied=tied
+    )
+
+
+def estimate_model_bytes(config: Mapping[str, Any], dtype_bytes: int) -> ModelBytes:
+    """Bytes of a dense decoder with a gated MLP, from the fields of its config.json."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
+    vocabulary = config["vocab_size"] * hidden * dtype_bytes
+    tied = bool(config.get("tie_word_embeddings", False))
+    return ModelBytes(
+        embedding=vocabulary,
+        layers=(layer * dtype_bytes,) * config["num_hidden_layers"],
+        final_norm=hidden * dtype_bytes,
+        head=0 if tied else vocabulary,
+        tied=tied,
+    )
+
+
+def _tensor_bytes(folder: Path) -> Iterator[tuple[str, int]]:
+    seen = set()
+    for file in _files(folder):
+        for name, entry in _header(file).items():
+            if name != "__metadata__" and name not in seen:
+                seen.add(name)
+                start, end = entry["data_offsets"]
+                yield name, end - start
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that the index names, else every safetensors file of the folder."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = json.loads(index.read_text())["weight_map"].values()
+        return [folder / name for name in sorted(set(names))]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no safetensors files in {folder}")
+    return files
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file: 8 bytes of length, then the text."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header: dict[str, Any] = json.loads(stream.read(length))
+    return header

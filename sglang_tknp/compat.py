@@ -190,7 +190,7 @@ def check_versions() -> None:
 
 
 def cpu_platform_active() -> bool:
-    """Whether our CPU platform is this machine's: no accelerator, and SGLang's CPU engine unused."""
+    """Whether the CPU platform is ours: no accelerator, and SGLang's CPU engine not asked for."""
     import torch
 
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":

@@ -63,7 +63,8 @@ def around_get_available_gpu_memory(
         distributed, cpu_group = node_group.world_size > 1, node_group.cpu_group
     if device != "cpu" or not current_platform.is_out_of_tree():
         return original(device, gpu_id, distributed, empty_cache, cpu_group)
-    free = current_platform.get_device_total_memory() - current_platform.get_current_memory_usage()
+    free = float(current_platform.get_device_total_memory())
+    free -= float(current_platform.get_current_memory_usage())
     if distributed:
         import torch
 

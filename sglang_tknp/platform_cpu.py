@@ -34,7 +34,7 @@ def activate() -> str | None:
 
 
 def core_lists(num_ranks: int, cores: list[int]) -> list[list[int]]:
-    """Split cores into one contiguous list per rank; ranks share cores where they outnumber them."""
+    """One contiguous list of cores per rank; more ranks than cores share them."""
     if num_ranks >= len(cores):
         return [[cores[rank % len(cores)]] for rank in range(num_ranks)]
     base, extra = divmod(len(cores), num_ranks)
@@ -118,7 +118,7 @@ class TknpCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         memory_gb = TknpConfig.from_env().device_memory_gb
-        return int(memory_gb * GIB) if memory_gb else super().get_device_total_memory(device_id)
+        return int(memory_gb * GIB if memory_gb else psutil.virtual_memory().total)
 
     def get_current_memory_usage(self, device: Any = None) -> float:
         """Weights only: SGLang asks before it allocates its KV pool, as on a GPU."""

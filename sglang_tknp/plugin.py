@@ -6,19 +6,20 @@ SGLang only logs what a plugin raises and would go on half-hooked.
 """
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 
 def load() -> None:
     """Install what this process needs; SystemExit, with one clear line, if that fails."""
+    fail_closed(_load)
+
+
+def _load() -> None:
+    from sglang_tknp import compat
     from sglang_tknp.config import TknpConfig
 
-    fail_closed(_load, TknpConfig)
-
-
-def _load(config_class: type) -> None:
-    from sglang_tknp import compat
-
-    config = config_class.from_env()
+    config = TknpConfig.from_env()
     compat.install(compat.CLI_HOOKS)
     if _runs_the_pool() and compat.cpu_platform_active():
         compat.install(compat.CPU_HOOKS)
@@ -53,7 +54,7 @@ def _runs_the_pool() -> bool:
     return "sglang.srt.managers.scheduler" in sys.modules
 
 
-def fail_closed(step, *args):  # type: ignore[no-untyped-def]
+def fail_closed(step: Callable[..., Any], *args: Any) -> Any:
     """Run a start-up step; any failure ends the process with the reason on stderr."""
     try:
         return step(*args)

@@ -49,9 +49,7 @@ def resolve_cuda(server_args: Any, previous: Callable[[Any], None]) -> None:
     """On CUDA: no graphs yet, and FlashInfer's attention unless the user names another."""
     if not compat.cpu_platform_active():
         logger.info("TKNP runs without CUDA graphs for now: decode and prefill graphs are off")
-        compat.declare(
-            server_args, disable_decode_cuda_graph=True, disable_prefill_cuda_graph=True
-        )
+        compat.declare(server_args, disable_decode_cuda_graph=True, disable_prefill_cuda_graph=True)
         if compat.resolving(server_args).attention_backend is None:
             compat.declare(server_args, attention_backend="flashinfer")
     previous(server_args)

@@ -106,6 +106,7 @@ def serve(args: list[str], log: Path, env: dict[str, str] | None = None) -> Iter
 def base_args(model: Path, **flags: Any) -> list[str]:
     """Flags that every test server wants; `tp_size=2` becomes `--tp-size 2`, True a bare flag."""
     defaults: dict[str, Any] = {
+        "dtype": "float32",
         "context_length": 1024,
         "max_running_requests": 32,
         "chunked_prefill_size": 64,
@@ -124,6 +125,4 @@ def base_args(model: Path, **flags: Any) -> list[str]:
 
 
 def tknp_args(model: Path, nodes: int, ranks: int = 1, **flags: Any) -> list[str]:
-    return base_args(
-        model, enable_tknp=True, tp_size=nodes * ranks, attn_dp_size=nodes, **flags
-    )
+    return base_args(model, enable_tknp=True, tp_size=nodes * ranks, attn_dp_size=nodes, **flags)

@@ -1,0 +1,163 @@
+"""Greedy tokens through TKNP equal stock SGLang's at the same T in float32.
+
+One pool serves many checks, since a start costs most of a minute: concurrent prompts of mixed
+lengths over all owners with chunked prefill, a prefix-cache hit, a lone request (zero rows on
+every other owner), exact bytes on the wire, and the pool's end when a rank is killed.
+"""
+
+import contextlib
+import os
+import signal
+import time
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.serve.client import PROMPTS, generate, generate_all, greedy, owners, tokens
+from tests.serve.server import Server, serve, tknp_args
+from tests.tiny import SHAPE
+
+pytestmark = pytest.mark.serve
+
+SHAPES = [(2, 1), (3, 1), (2, 2)]
+# Blocks of uneven size where the balanced ones are even.
+BLOCKS = {("llama", 2, 1): "1,4", ("qwen2", 3, 1): "1,3,1"}
+FAMILIES = ["llama", "llama-untied", "qwen2", "qwen3", "mistral"]
+CASES = [
+    (family, nodes, ranks)
+    for nodes, ranks in SHAPES
+    for family in FAMILIES
+    if family != "llama-untied" or (nodes, ranks) == (2, 1)
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("family", "nodes", "ranks"), CASES)
+def test_tokens_equal_stock(
+    family: str, nodes: int, ranks: int, checkpoint: Any, stock_tokens: Any, tmp_path: Any
+) -> None:
+    expected = stock_tokens(family, ranks)
+    blocks = BLOCKS.get((family, nodes, ranks))
+    args = tknp_args(checkpoint(family), nodes, ranks, tknp_layer_blocks=blocks)
+    with serve(args, tmp_path / "tknp.log") as server:
+        check_concurrent_prompts(server, expected, nodes)
+        check_prefix_cache_hit(server, expected)
+        check_lone_requests(server, expected, nodes)
+        check_pool_info(server, nodes, ranks, blocks)
+        if ranks == 1:
+            check_exact_bytes(server, checkpoint(family), nodes)
+        check_killed_rank_ends_pool(server, nodes * ranks - 1, ranks)
+
+
+def check_concurrent_prompts(server: Server, expected: list[list[int]], nodes: int) -> None:
+    replies = generate_all(server, PROMPTS)
+    assert tokens(replies) == expected
+    assert owners(replies) == set(range(nodes))
+
+
+def check_prefix_cache_hit(server: Server, expected: list[list[int]]) -> None:
+    """A prompt continued by its own answer: its owner, asked for by rank, has the prefix."""
+    longest = max(range(len(PROMPTS)), key=lambda i: len(PROMPTS[i]))
+    prompt, answer = PROMPTS[longest], expected[longest]
+    for owner in (0, 1):
+        first = generate(server, prompt, routed_dp_rank=owner)
+        again = generate(server, prompt + answer[:8], routed_dp_rank=owner)
+        assert first["output_ids"] == answer
+        assert again["output_ids"][:16] == answer[8:24]
+        assert again["meta_info"]["cached_tokens"] > len(prompt) // 2
+        assert again["meta_info"]["dp_rank"] == owner
+
+
+def check_lone_requests(server: Server, expected: list[list[int]], nodes: int) -> None:
+    """One request at a time: all other owners have zero rows in every step."""
+    for owner in range(nodes):
+        for index in (0, 2):
+            reply = generate(server, PROMPTS[index], routed_dp_rank=owner)
+            assert reply["output_ids"] == expected[index]
+
+
+def check_pool_info(server: Server, nodes: int, ranks: int, blocks: str | None) -> None:
+    states = [state["tknp"] for state in server.get_json("/server_info")["internal_states"]]
+    assert sorted(state["node"] for state in states) == list(range(nodes))
+    for state in states:
+        assert (state["num_nodes"], state["ranks_per_node"]) == (nodes, ranks)
+        assert sum(state["layer_blocks"]) == SHAPE["num_hidden_layers"]
+        if blocks:
+            assert state["layer_blocks"] == [int(n) for n in blocks.split(",")]
+
+
+def traffic(server: Server) -> list[dict[str, int]]:
+    """Bytes sent by every node so far, per kind."""
+    states = sorted(
+        (state["tknp"] for state in server.get_json("/server_info")["internal_states"]),
+        key=lambda state: state["node"],
+    )
+    return [{kind: t["bytes"] for kind, t in state["exchange"].items()} for state in states]
+
+
+def check_exact_bytes(server: Server, model: Any, nodes: int) -> None:
+    """The paper's equation 3 for every owner alone, and each handoff's rows once (T = 1)."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    blocks = server.get_json("/server_info")["internal_states"][0]["tknp"]["layer_blocks"]
+    for owner in range(nodes):
+        before = traffic(server)
+        reply = generate(server, PROMPTS[5], routed_dp_rank=owner)
+        after = traffic(server)
+        sent = [{k: a[k] - b[k] for k in a} for a, b in zip(after, before, strict=True)]
+        # The last generated token is no row: nobody asks for what follows it.
+        rows = len(PROMPTS[5]) - reply["meta_info"]["cached_tokens"] + len(reply["output_ids"]) - 1
+        remote = rows * (config.num_hidden_layers - blocks[owner])
+        assert sum(node["scatter"] for node in sent) == 4 * (q + 2 * kv) * remote
+        assert sent[owner]["gather"] == sum(node["gather"] for node in sent) == 4 * q * remote
+        handoffs = (nodes - 1) * 2 * 4 * config.hidden_size * rows
+        assert sum(node["handoff"] for node in sent) == handoffs
+        # Ids and positions of every row to every other node, then row numbers for prefill logits.
+        assert sent[owner]["metadata"] >= 16 * (nodes - 1) * rows
+
+
+def check_killed_rank_ends_pool(server: Server, rank: int, ranks_per_node: int) -> None:
+    """kill -9 of one rank while it serves: all processes gone, the rank named, requests end."""
+
+    def endless() -> str:
+        try:
+            body = {"input_ids": PROMPTS[0], "sampling_params": greedy(900)}
+            return str(server.post("/generate", body))
+        except (urllib.error.URLError, OSError) as error:
+            return f"failed: {error}"
+
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(endless)
+        time.sleep(1)
+        victim = find_rank(server, rank)
+        os.kill(victim, signal.SIGKILL)
+        assert gone_after(server, 10), server.tail()
+        assert request.result(timeout=20).startswith("failed")
+    node, tp_rank = divmod(rank, ranks_per_node)
+    line = (
+        f"sglang-tknp: rank {rank} (node {node}, TP rank {tp_rank}), process {victim}, was killed"
+    )
+    assert line in server.log.read_text()
+
+
+def find_rank(server: Server, rank: int) -> int:
+    for pid in server.pids():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as stream:
+            title = stream.read().split("\0")[0]
+            if title.startswith("sglang::scheduler") and title.strip().endswith(f"TP{rank}"):
+                return pid
+    raise AssertionError(f"no scheduler of rank {rank} among {server.pids()}")
+
+
+def gone_after(server: Server, limit: float) -> bool:
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if not server.pids():
+            return True
+        time.sleep(0.1)
+    return False
