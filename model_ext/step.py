@@ -44,6 +44,7 @@ class Step:
         self.device = stage.device
         self.logits = Logits(stage, exchange)  # takes the model's logits processor
         self.stage_forward: Callable[..., Any] = stage.model.forward
+        self.after_step: Callable[[], None] = lambda: None  # set where metrics are on
         # Of the step that runs now; set by `forward`.
         self.layout: OwnershipLayout
         self.batch: Any = None  # SGLang's batch of this node's own requests
@@ -68,6 +69,7 @@ class Step:
             hidden = self._walk(ids, all_positions)
             output = self.logits.run(input_ids[:num_rows], hidden, self.layout, forward_batch)
         self.exchange.finish_step()
+        self.after_step()
         return output
 
     def _share_inputs(

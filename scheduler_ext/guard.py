@@ -4,13 +4,14 @@ On one host the launcher watches the ranks and the controller. Across hosts a de
 connections, so every peer's next transfer fails, which ends its own host's processes.
 """
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # SGLang's own handler gets this long to end the pool before the watch does it.
 GRACE_SECONDS = 3.0
+# A rank that lost a peer waits this long before SGLang ends the host.
+NAMING_SECONDS = 1.0
 
 
 def say(text: str) -> None:
@@ -95,15 +98,30 @@ def before_watchdog_stop(*_: Any) -> None:
         _watch.stopped.set()
 
 
+def around_scheduler_init(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Target: Scheduler.__init__, on every rank: what fails at start is named too."""
+    with failures_named():
+        original(*args, **kwargs)
+
+
 def around_run_event_loop(original: Callable[[Any], None], scheduler: Any) -> None:
     """Target: Scheduler.run_event_loop, on every rank, once the pool is ready."""
     from sglang_tknp.scheduler_ext import info
 
-    info.log_pool(scheduler)
-    compat.set_group_timeouts(TknpConfig.from_env().exchange_timeout)
-    try:
+    with failures_named():
+        info.log_pool(scheduler)
+        compat.set_group_timeouts(TknpConfig.from_env().exchange_timeout)
         original(scheduler)
+
+
+@contextlib.contextmanager
+def failures_named() -> Iterator[None]:
+    """One line on stderr for an exception that ends this rank, before SGLang stops the host."""
+    try:
+        yield
     except Exception as error:
         where = describe_rank(compat.parallel().tp_rank)
         say(f"{where} stops: {type(error).__name__}: {str(error).splitlines()[0][:500]}")
+        # A lost peer is seen here first: its own host must have the time to name it.
+        time.sleep(NAMING_SECONDS)
         raise

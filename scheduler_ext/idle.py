@@ -6,6 +6,7 @@ every node's first rank owns a socket on which any peer tells it that there is w
 
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,12 +28,14 @@ class PeerSleeper:
     def __init__(self, request_sockets: list[Any], wake_socket: Any, peers: list[Any]) -> None:
         self.wake_socket = wake_socket
         self.peers = peers
+        self.before_sleep: Callable[[], None] = lambda: None  # set where metrics are on
         self.poller = zmq.Poller()
         for socket in (*request_sockets, wake_socket):
             self.poller.register(socket, zmq.POLLIN)
 
     def maybe_sleep(self) -> None:
         """SGLang calls it when this node has nothing to do and the step was idle everywhere."""
+        self.before_sleep()
         self._rest(HEARTBEAT_MS)
 
     def rest_while_waiting(self) -> None:

@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from sglang_tknp import compat
 from sglang_tknp.config import TknpConfig
-from sglang_tknp.model_ext.stage import current_stage
+from sglang_tknp.model_ext.stage import Stage, current_stage
+from sglang_tknp.scheduler_ext.metrics import ExchangeMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -14,6 +16,7 @@ logger = logging.getLogger(__name__)
 def log_pool(scheduler: Any) -> None:
     """Log layers and KV tokens of every node, once; reached by all ranks."""
     stage = current_stage()
+    start_metrics(scheduler, stage)
     kv_tokens: list[Any] = [None] * stage.topology.num_nodes
     own = int(scheduler.max_total_num_tokens)
     torch.distributed.all_gather_object(kv_tokens, own, group=stage.peers.cpu_group)
@@ -27,6 +30,20 @@ def log_pool(scheduler: Any) -> None:
         logger.info(
             "TKNP pool is ready, %d KV tokens in all:\n  %s", sum(kv_tokens), "\n  ".join(lines)
         )
+
+
+def start_metrics(scheduler: Any, stage: Stage) -> None:
+    """On the first rank of a node: count its exchange, after every step and when it goes idle."""
+    if not compat.metrics_enabled() or stage.topology.tp_rank != 0:
+        return
+    metrics = ExchangeMetrics(
+        stage.step.exchange,
+        stage.node,
+        int(scheduler.max_total_num_tokens),
+        stage.placement.blocks[stage.node],
+    )
+    stage.step.after_step = metrics.update_when_due
+    scheduler.idle_sleeper.before_sleep = metrics.update
 
 
 def after_add_topology(result: Any, controller: Any, state: dict[str, Any]) -> None:

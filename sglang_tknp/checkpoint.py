@@ -13,7 +13,7 @@ from typing import Any
 from sglang_tknp.placement import ModelBytes
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings)\.")
+_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)\.")
 _HEAD = re.compile(r"^(?:.*\.)?(?:lm_head|output|embed_out)\.")
 
 
@@ -22,7 +22,7 @@ def read_model_bytes(folder: Path, num_layers: int, tied: bool) -> ModelBytes:
 
     Layers from `num_layers` on (multi-token prediction) do not count, nor a stored head when the
     model ties it. Raises FileNotFoundError without safetensors files, ValueError if a layer of
-    the model has no tensor.
+    the model has no tensor or the checkpoint is incomplete.
     """
     layers = [0] * num_layers
     embedding = norm = head = 0
@@ -80,8 +80,17 @@ def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = json.loads(index.read_text())["weight_map"].values()
-        return [folder / name for name in sorted(set(names))]
+        indexed = [folder / name for name in sorted(set(names))]
+        # Not FileNotFoundError: that means "no weights here, estimate them" to the caller.
+        for file in indexed:
+            if not file.exists():
+                raise ValueError(
+                    f"{index} names {file.name}, which is not there: download the checkpoint again"
+                )
+        return indexed
     files = sorted(folder.glob("*.safetensors"))
+    if [file.name for file in files] == ["consolidated.safetensors", "model.safetensors"]:
+        return files[1:]  # Mistral's second format of the same weights; SGLang skips it too
     if not files:
         raise FileNotFoundError(f"no safetensors files in {folder}")
     return files
@@ -90,6 +99,13 @@ def _files(folder: Path) -> list[Path]:
 def _header(file: Path) -> dict[str, Any]:
     """The JSON header of a safetensors file: 8 bytes of length, then the text."""
     with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        # The text of a Git LFS pointer reads as a length of exabytes: check before reading.
+        if not 0 < length <= file.stat().st_size - 8:
+            raise ValueError(
+                f"{file} is not a whole safetensors file (a Git LFS pointer or a broken "
+                "download?): download the checkpoint again"
+            )
         header: dict[str, Any] = json.loads(stream.read(length))
     return header

@@ -150,6 +150,14 @@ POOL_HOOKS = (
         delete_when="SGLang's attention DP can sleep when idle",
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.__init__",
+        kind="around",
+        function="sglang_tknp.scheduler_ext.guard:around_scheduler_init",
+        params=("self", "server_args", "port_args"),
+        reason="names the rank that a failure stopped at start",
+        delete_when="permanent",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.run_event_loop",
         kind="around",
         function="sglang_tknp.scheduler_ext.guard:around_run_event_loop",
@@ -405,3 +413,9 @@ def kill_process_tree(pid: int) -> None:
     from sglang.srt.utils import kill_process_tree as kill
 
     kill(pid)
+
+
+def metrics_enabled() -> bool:
+    from sglang.srt.runtime_context import get_observability
+
+    return bool(get_observability().enable_metrics)

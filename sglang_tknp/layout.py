@@ -32,10 +32,12 @@ class OwnershipLayout:
 
     def slice_of(self, owner: int) -> slice:
         """The owner's rows in the full batch."""
+        assert 0 <= owner < self.num_owners, owner  # a negative one would wrap silently
         return slice(self.offsets[owner], self.offsets[owner] + self.rows[owner])
 
     def remote_rows(self, root: int) -> int:
         """Rows that the root exchanges over the network: those of all other owners."""
+        assert 0 <= root < self.num_owners, root
         return self.num_rows - self.rows[root]
 
 

@@ -61,7 +61,8 @@ class Placement:
 
 
 def place(model: ModelBytes, blocks: Sequence[int]) -> Placement:
-    """The placement of given layer blocks."""
+    """The placement of given layer blocks; they hold every layer and no node is empty."""
+    assert min(blocks) >= 1 and sum(blocks) == len(model.layers), (blocks, len(model.layers))
     starts = list(accumulate(blocks, initial=0))
     node_bytes = [sum(model.layers[a:b]) for a, b in pairwise(starts)]
     node_bytes[0] += model.first_node_extra
@@ -77,11 +78,7 @@ def balance(model: ModelBytes, num_nodes: int) -> Placement:
     Raises ValueError for more nodes than layers.
     """
     num_layers = len(model.layers)
-    if num_nodes > num_layers:
-        raise ValueError(
-            f"--attn-dp-size={num_nodes} is more than the model's {num_layers} layers, and every "
-            f"node holds at least one; use at most {num_layers}"
-        )
+    _check_enough_layers(num_layers, num_nodes)
     total = list(accumulate(model.layers, initial=0))
 
     def cost(node: int, start: int, end: int) -> int:
@@ -107,6 +104,14 @@ def balance(model: ModelBytes, num_nodes: int) -> Placement:
     return place(model, [-size for size in best[num_layers][1]])
 
 
+def _check_enough_layers(num_layers: int, num_nodes: int) -> None:
+    if num_nodes > num_layers:
+        raise ValueError(
+            f"--attn-dp-size={num_nodes} is more than the model's {num_layers} layers, and every "
+            f"node holds at least one; use at most {num_layers}"
+        )
+
+
 def _smallest_largest(cost: Callable[[int, int, int], int], num_nodes: int, num_layers: int) -> int:
     """The smallest possible bytes of the largest node."""
     best = {0: 0}
@@ -123,6 +128,7 @@ def _smallest_largest(cost: Callable[[int, int, int], int], num_nodes: int, num_
 
 def parse_layer_blocks(text: str, num_layers: int, num_nodes: int) -> tuple[int, ...]:
     """Read --tknp-layer-blocks; ValueError unless it spreads all layers over all nodes."""
+    _check_enough_layers(num_layers, num_nodes)  # else no example below could work
     base, extra = divmod(num_layers, num_nodes)
     example = ",".join(str(base + (node < extra)) for node in range(num_nodes))
     advice = f'for {num_layers} layers on {num_nodes} nodes use for example "{example}"'

@@ -141,6 +141,40 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
         read_model_bytes(tmp_path, 2, tied=False)
 
 
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
+    write_index(tmp_path, {"a.safetensors": llama(2), "b.safetensors": {}})
+    index = {"weight_map": {"model.norm.weight": "a.safetensors", "x.weight": "c.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="names c.safetensors, which is not there"):
+        read_model_bytes(tmp_path, 2, tied=False)
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n"])
+def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    message = f"{re.escape(str(tmp_path))}/model.safetensors is not a whole safetensors file"
+    with pytest.raises(ValueError, match=message):
+        read_model_bytes(tmp_path, 2, tied=False)
+
+
+def test_a_consolidated_second_format_does_not_count(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", llama(1))
+    second: Tensors = {"layers.0.attention.wq.weight": ("BF16", (4,), 999)}
+    write_safetensors(tmp_path / "consolidated.safetensors", second)
+    assert read_model_bytes(tmp_path, 1, tied=False).layers == (24,)
+
+
+def test_gpt_neox_embedding(tmp_path: Path) -> None:
+    tensors: Tensors = {
+        "gpt_neox.embed_in.weight": ("F32", (4,), 16),
+        "gpt_neox.layers.0.attention.dense.weight": ("F32", (8,), 32),
+        "embed_out.weight": ("F32", (5,), 20),
+    }
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    found = read_model_bytes(tmp_path, 1, tied=False)
+    assert (found.embedding, found.layers, found.final_norm, found.head) == (16, (32,), 0, 20)
+
+
 CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 128,

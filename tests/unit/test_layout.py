@@ -44,6 +44,15 @@ def test_impossible_rows_are_refused(rows: tuple[int, ...]) -> None:
         OwnershipLayout(rows)
 
 
+@pytest.mark.parametrize("node", [-1, 2])
+def test_a_node_outside_the_layout_is_our_bug(node: int) -> None:
+    layout = OwnershipLayout((1, 2))
+    with pytest.raises(AssertionError):
+        layout.slice_of(node)
+    with pytest.raises(AssertionError):
+        layout.remote_rows(node)
+
+
 def test_paper_bytes_per_remote_owner() -> None:
     scatter, gather = 144 * KIB, 128 * KIB
     assert per_layer((0, 32)) == scatter + gather

@@ -91,6 +91,11 @@ def test_largest_node_exceeds_the_mean_by_at_most_one_layer(
     assert max(found.node_bytes) <= mean + max(layers)
 
 
+def test_the_largest_node_comes_before_the_sum_of_squares() -> None:
+    # (2, 1, 2) gives 2, 3 and 6: a smaller sum of squares, and a larger largest node.
+    assert balance(model_of(1, 1, 3, 5, 1), 3).node_bytes == (5, 5, 1)
+
+
 def test_endpoints_move_the_boundaries() -> None:
     assert balance(model_of(*[10] * 8), 2).blocks == (4, 4)
     assert balance(model_of(*[10] * 8, embedding=40), 2).blocks == (2, 6)
@@ -132,6 +137,17 @@ def test_more_nodes_than_layers_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         balance(model_of(1, 1), 3)
+
+
+def test_layer_blocks_for_more_nodes_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^--attn-dp-size=3 is more than the model's 2 layers"):
+        parse_layer_blocks("1,1,1", 2, 3)
+
+
+@pytest.mark.parametrize("blocks", [(1, 1), (2, 2), (3, 0)])
+def test_blocks_that_are_not_the_models_layers_are_our_bug(blocks: tuple[int, ...]) -> None:
+    with pytest.raises(AssertionError):
+        place(model_of(1, 1, 1), blocks)
 
 
 def test_llama_405b_on_eight_nodes_is_placed_at_once() -> None:

@@ -18,7 +18,7 @@ from sglang_tknp.compat import Hook, IncompatibleSglangError
 from sglang_tknp.plugin import fail_closed
 from sglang_tknp.refusals import REFUSALS, Refusal, refused
 
-pytestmark = pytest.mark.upstream
+pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore")]
 
 HOOKS = (*compat.CLI_HOOKS, *compat.CPU_HOOKS, *compat.LAUNCHER_HOOKS, *compat.POOL_HOOKS)
 SOME_HOOK = compat.CLI_HOOKS[0]
