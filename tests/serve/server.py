@@ -65,7 +65,8 @@ class Server:
         )
         with urllib.request.urlopen(request, timeout=timeout) as reply:
             text = reply.read()
-        return json.loads(text) if text else None
+        is_json = "json" in (reply.headers["Content-Type"] or "")
+        return json.loads(text) if is_json else text.decode()
 
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

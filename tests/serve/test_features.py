@@ -8,10 +8,12 @@ import json
 import math
 import re
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import openai
 import pytest
@@ -104,15 +106,28 @@ def logprobs(num_top: int, **extra: Any) -> dict[str, Any]:
     return {"return_logprob": True, "top_logprobs_num": num_top, **extra}
 
 
-def rounded(values: Any) -> Any:
-    """[(logprob, token, text)...] with logprobs to the precision that batch shapes leave."""
-    return [(None if lp is None else round(lp, 3), token) for lp, token, *_ in values or []]
+def pairs(values: Any) -> Any:
+    """[(logprob, token)...] of SGLang's [(logprob, token, text)...]."""
+    return [(logprob, token) for logprob, token, *_ in values or []]
+
+
+def differences(found: Any, expected: Any, path: str = "") -> list[str]:
+    """Where two results differ; logprobs may by what the shape of a batch leaves."""
+    if isinstance(expected, dict | list | tuple) and len(found) == len(expected):
+        keys = expected if isinstance(expected, dict) else range(len(expected))
+        nested = (differences(found[k], expected[k], f"{path}[{k!r}]") for k in keys)
+        return [line for lines in nested for line in lines]
+    if isinstance(expected, float) and isinstance(found, float):
+        return (
+            [] if math.isclose(found, expected, abs_tol=2e-3) else [f"{path}: {found} {expected}"]
+        )
+    return [] if found == expected else [f"{path}: {found!r} instead of {expected!r}"]
 
 
 def case_output_logprobs(server: Server) -> Any:
     info = generate(server, PROMPTS[3], **logprobs(3))["meta_info"]
-    return rounded(info["output_token_logprobs"]), [
-        [token for _, token in rounded(top)] for top in info["output_top_logprobs"]
+    return pairs(info["output_token_logprobs"]), [
+        [token for _, token in pairs(top)] for top in info["output_top_logprobs"]
     ]
 
 
@@ -129,12 +144,12 @@ def case_input_logprobs(server: Server) -> Any:
     assert [len(info.get("input_token_logprobs", ())) for info in infos] == [
         len(prompt) if index % 2 else 0 for index, prompt in enumerate(PROMPTS[:8])
     ]
-    return [rounded(info.get("input_token_logprobs")) for info in infos]
+    return [pairs(info.get("input_token_logprobs")) for info in infos]
 
 
 def case_openai_logprobs(server: Server) -> Any:
     content = chat(server, logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    return [(entry.token, round(entry.logprob, 3)) for entry in content]
+    return [(entry.token, entry.logprob) for entry in content]
 
 
 def case_many_choices(server: Server) -> Any:
@@ -172,7 +187,7 @@ def case_health_and_flush(server: Server) -> Any:
     assert server.get("/health").status == 200
     assert server.get("/health_generate", timeout=30).status == 200
     generate(server, PROMPTS[7])
-    assert server.post("/flush_cache", {}) is None or True
+    assert "Cache flushed" in server.post("/flush_cache", {})
     reply = generate(server, PROMPTS[7])
     assert reply["meta_info"]["cached_tokens"] == 0
     return reply["output_ids"]
@@ -184,14 +199,22 @@ CASES: list[Callable[[Server], Any]] = [
 
 
 def run_cases(server: Server) -> dict[str, Any]:
-    return {case.__name__: case(server) for case in CASES}
+    """Results by case; all failures of one server are told together, since a start is slow."""
+    results, failures = {}, []
+    for case in CASES:
+        try:
+            results[case.__name__] = case(server)
+        except Exception:
+            failures.append(f"{case.__name__}: {traceback.format_exc(limit=-2)}")
+    assert not failures, "\n".join(failures)
+    return results
 
 
 def check_aborts(server: Server) -> None:
     """By a lost connection and by /abort_request: the KV is free again, and the pool serves on."""
-    body = {"sampling_params": greedy(900), "stream": True, "rid": "gone", "input_ids": PROMPTS[2]}
-    with pytest.raises((OSError, TimeoutError)):
-        server.post("/generate", body, timeout=1)
+    stream = complete(server, max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(
             server.post,
@@ -241,9 +264,7 @@ def check_idle_is_idle(server: Server) -> None:
 
 
 def check_weight_update_is_refused(server: Server) -> None:
-    import urllib.error
-
-    with pytest.raises(urllib.error.HTTPError) as failure:
+    with pytest.raises(HTTPError) as failure:
         server.post("/update_weights_from_disk", {"model_path": server.command[4]})
     assert b"--enable-tknp does not support weight updates" in failure.value.read()
 
@@ -256,9 +277,8 @@ def test_features_equal_stock(checkpoint: Any, tmp_path: Any) -> None:
         expected = run_cases(server)
     with serve(tknp_args(model, 2, **flags), tmp_path / "tknp.log") as server:
         check_idle_is_idle(server)
-        found = run_cases(server)
-        assert found == expected
+        assert not differences(run_cases(server), expected)
         check_aborts(server)
         check_metrics(server)
         check_weight_update_is_refused(server)
-        assert run_cases(server) == expected
+        assert not differences(run_cases(server), expected)
