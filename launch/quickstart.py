@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import http.client
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from sglang_tknp import compat
 from sglang_tknp.launch.models import (
     MissingPackageError,
     default_cache_dir,
@@ -27,6 +29,10 @@ from sglang_tknp.launch.models import (
 START_SECONDS = 300
 STOP_SECONDS = 10
 QUESTION = "What is the capital of France?"
+# Runs a command that the kernel ends (SIGTERM) once its parent is gone, even by SIGKILL.
+END_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
+)
 CURL = """\
   curl -s http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json' \
 -d '{{"model": "default", "max_tokens": 64, \
@@ -48,7 +54,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def server_command(model: Path, nodes: int, port: int) -> list[str]:
-    flags = f"--enable-tknp --tp-size {nodes} --attn-dp-size {nodes} --tknp-device-memory-gb 2"
+    flags = f"--enable-tknp --tp-size {nodes} --attn-dp-size {nodes}"
+    if compat.cpu_platform_active():
+        flags += " --tknp-device-memory-gb 2"
     flags += f" --host 127.0.0.1 --port {port} --context-length 2048 --max-running-requests 32"
     launch = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     return launch + flags.split()
@@ -69,6 +77,8 @@ def check_port(port: int) -> None:
 @contextlib.contextmanager
 def running(command: list[str], log: Path | None) -> Iterator[subprocess.Popen[bytes]]:
     """The server in a process group of its own, which is gone when the block is left."""
+    if sys.platform == "linux":
+        command = [sys.executable, "-ISc", END_WITH_PARENT, *command]
     with log.open("wb") if log else contextlib.nullcontext() as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
         try:
@@ -111,24 +121,32 @@ def check_alive(process: subprocess.Popen[bytes], log: Path | None) -> None:
         raise QuickstartError(f"the server ended, exit code {process.returncode}{last_lines(log)}")
 
 
+def show_progress(seconds: float, log: Path) -> None:
+    """One line, written over and over: the time so far and the log's last line."""
+    last = log.read_text(errors="replace").rstrip().splitlines()[-1:]
+    line = f"Starting: {seconds:.0f} s  {''.join(last)}"
+    shown = "".join(c if c.isprintable() else " " for c in line)
+    print(f"\r\x1b[K{shown[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+
+
 def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path | None) -> None:
     """Until the pool has generated a token, with the seconds so far on the terminal."""
     start = time.monotonic()
-    on_terminal = sys.stdout.isatty() and log is not None
+    terminal_log = log if sys.stdout.isatty() else None
     shown = 0.0
     while not (healthy(port, "/health", 2) and healthy(port, "/health_generate", 30)):
         check_alive(process, log)
         seconds = time.monotonic() - start
         if seconds > START_SECONDS:
             raise QuickstartError(f"not ready after {START_SECONDS} s{last_lines(log)}")
-        if on_terminal:
-            print(f"\rStarting: {seconds:.0f} s", end="", flush=True)
+        if terminal_log:
+            show_progress(seconds, terminal_log)
         elif seconds - shown >= 10:
             shown = seconds
             print(f"Starting: {seconds:.0f} s", flush=True)
         time.sleep(0.5)
-    newline = "\r" if on_terminal else ""
-    print(f"{newline}Ready after {time.monotonic() - start:.0f} s.", flush=True)
+    clear = "\r\x1b[K" if terminal_log else ""
+    print(f"{clear}Ready after {time.monotonic() - start:.0f} s.", flush=True)
 
 
 def ask(port: int) -> tuple[str, int]:

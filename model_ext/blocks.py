@@ -14,30 +14,31 @@ from sglang_tknp.placement import ModelBytes, Placement
 logger = logging.getLogger(__name__)
 
 
-def agree_on_placement(model_config: Any, settings: TknpConfig, num_nodes: int) -> Placement:
+def agree_on_placement(
+    model_config: Any, settings: TknpConfig, num_nodes: int
+) -> tuple[Placement, ModelBytes]:
     """World rank 0 decides and every rank takes its decision; reached by all ranks."""
     decision: list[Any] = [None]
     group = compat.parallel().tp_group
     if group.rank_in_group == 0:
         decision[0] = decide_placement(model_config, settings, num_nodes)
     torch.distributed.broadcast_object_list(decision, src=group.ranks[0], group=group.cpu_group)
-    agreed, text = decision[0]
+    chosen, model = decision[0]
     if group.rank_in_group == 0:
-        logger.info("TKNP weight placement:\n%s", text)
-    return agreed
+        logger.info("TKNP places the weights:\n%s", placement.format_table(chosen, model))
+    return chosen, model
 
 
 def decide_placement(
     model_config: Any, settings: TknpConfig, num_nodes: int
-) -> tuple[Placement, str]:
-    """The placement, and its table for the log."""
+) -> tuple[Placement, ModelBytes]:
     model = model_bytes(model_config)
     if settings.layer_blocks is None:
         chosen = placement.balance(model, num_nodes)
     else:
         layers = placement.parse_layer_blocks(settings.layer_blocks, len(model.layers), num_nodes)
         chosen = placement.place(model, layers)
-    return chosen, placement.format_table(chosen, model, None)
+    return chosen, model
 
 
 def model_bytes(model_config: Any) -> ModelBytes:

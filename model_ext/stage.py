@@ -19,7 +19,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang_tknp import compat
 from sglang_tknp.config import TknpConfig
 from sglang_tknp.model_ext import blocks, checks
-from sglang_tknp.placement import Placement
+from sglang_tknp.placement import ModelBytes, Placement
 from sglang_tknp.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ class Stage:
 
     topology: Topology
     placement: Placement
+    model_bytes: ModelBytes  # of the whole checkpoint
     peers: Any  # GroupCoordinator of the matching TP ranks, in node order
     node_group: Any  # GroupCoordinator of this node's T ranks
     dtype: torch.dtype  # of activations
@@ -106,7 +107,7 @@ def plan_stage(runner: Any) -> Stage:
     topology = Topology(
         num_nodes=parallel.attn_dp_size, tp_size=parallel.attn_tp_size, rank=parallel.tp_rank
     )
-    placement = blocks.agree_on_placement(
+    placement, model_bytes = blocks.agree_on_placement(
         runner.model_config, TknpConfig.from_env(), topology.num_nodes
     )
     # SGLang's own override of its even split of layers over pipeline stages.
@@ -114,6 +115,7 @@ def plan_stage(runner: Any) -> Stage:
     return Stage(
         topology=topology,
         placement=placement,
+        model_bytes=model_bytes,
         peers=compat.make_group(topology.all_peer_groups(), "tknp_peers"),
         node_group=parallel.attn_tp_group,
         dtype=runner.model_config.dtype,

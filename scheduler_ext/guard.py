@@ -55,7 +55,7 @@ class PoolWatch:
             return
         index = min(sentinels[sentinel] for sentinel in ended)
         process = self.processes[index]
-        process.join(0)
+        process.join(1.0)  # its pipe closes a moment before its exit code is there
         if process.exitcode != 0:
             say(
                 f"{self.names[index]}, process {process.pid}, {cause(process.exitcode)}; "
@@ -83,6 +83,8 @@ _watch: PoolWatch | None = None
 def after_launch_scheduler_processes(result: tuple[Any, Any], *_: Any, **__: Any) -> None:
     """Target: Engine._launch_scheduler_processes, in the launcher of each host."""
     global _watch
+    if not TknpConfig.from_env().enable:
+        return
     _, processes = result
     parallel = compat.parallel()
     local = parallel.tp_size // parallel.nnodes

@@ -9,28 +9,22 @@ import torch
 from sglang_tknp import compat
 from sglang_tknp.config import TknpConfig
 from sglang_tknp.model_ext.stage import Stage, current_stage
+from sglang_tknp.placement import format_table
 from sglang_tknp.scheduler_ext.metrics import ExchangeMetrics
 
 logger = logging.getLogger(__name__)
 
 
 def log_pool(scheduler: Any) -> None:
-    """Log layers and KV tokens of every node, once; reached by all ranks."""
+    """Log the table of nodes, once; reached by all ranks."""
     stage = current_stage()
     start_metrics(scheduler, stage)
     kv_tokens: list[Any] = [None] * stage.topology.num_nodes
     own = int(scheduler.max_total_num_tokens)
     torch.distributed.all_gather_object(kv_tokens, own, group=stage.peers.cpu_group)
     if stage.topology.rank == 0:
-        lines = (
-            f"node {node}: layers {start}-{end - 1}, {tokens} KV tokens"
-            for node, ((start, end), tokens) in enumerate(
-                zip(stage.placement.bounds, kv_tokens, strict=True)
-            )
-        )
-        logger.info(
-            "TKNP pool is ready, %d KV tokens in all:\n  %s", sum(kv_tokens), "\n  ".join(lines)
-        )
+        table = format_table(stage.placement, stage.model_bytes, kv_tokens)
+        logger.info("TKNP pool is ready, %d KV tokens in all:\n%s", sum(kv_tokens), table)
 
 
 def start_metrics(scheduler: Any, stage: Stage) -> None:

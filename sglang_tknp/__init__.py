@@ -3,6 +3,7 @@
 On the command line: `python -m sglang.launch_server --enable-tknp ...`. In Python: `engine(...)`.
 """
 
+import os
 from typing import Any
 
 
@@ -22,13 +23,23 @@ def engine(
     from sglang_tknp.config import DEFAULT_EXCHANGE_TIMEOUT, TknpConfig
     from sglang_tknp.plugin import activate_launcher
 
-    TknpConfig(
+    settings = TknpConfig(
         enable=True,
         layer_blocks=tknp_layer_blocks,
-        exchange_timeout=tknp_exchange_timeout or DEFAULT_EXCHANGE_TIMEOUT,
+        exchange_timeout=(
+            DEFAULT_EXCHANGE_TIMEOUT if tknp_exchange_timeout is None else tknp_exchange_timeout
+        ),
         device_memory_gb=tknp_device_memory_gb,
-    ).to_env()
+    )
     activate_launcher()
     import sglang
 
-    return sglang.Engine(**server_args)
+    # The pool's processes inherit the variables while they start; the caller gets its own back,
+    # so that a later engine of stock SGLang in this program is stock.
+    before = dict(os.environ)
+    settings.to_env()
+    try:
+        return sglang.Engine(**server_args)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -12,6 +12,7 @@ from typing import Any
 
 ENV_PREFIX = "SGLANG_TKNP_"
 DEFAULT_EXCHANGE_TIMEOUT = 120.0
+MAX_EXCHANGE_TIMEOUT = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,11 @@ class TknpConfig:
     device_memory_gb: float | None = None  # CPU platform only, per rank, GiB
 
     def __post_init__(self) -> None:
+        if self.exchange_timeout > MAX_EXCHANGE_TIMEOUT:
+            raise ValueError(
+                f"--tknp-exchange-timeout={self.exchange_timeout:g} must be at most "
+                f"{MAX_EXCHANGE_TIMEOUT:g} seconds: a transfer that takes a day is a hang"
+            )
         if not self.exchange_timeout > 0:
             raise ValueError(
                 f"--tknp-exchange-timeout={self.exchange_timeout:g} must be a positive number of "
@@ -42,10 +48,11 @@ class TknpConfig:
         def get(name: str) -> str | None:
             return env.get(ENV_PREFIX + name) or None
 
+        timeout = _number("EXCHANGE_TIMEOUT", get)
         return cls(
-            enable=get("ENABLE") == "1",
+            enable=_switch("ENABLE", get),
             layer_blocks=get("LAYER_BLOCKS"),
-            exchange_timeout=_number("EXCHANGE_TIMEOUT", get) or DEFAULT_EXCHANGE_TIMEOUT,
+            exchange_timeout=DEFAULT_EXCHANGE_TIMEOUT if timeout is None else timeout,
             device_memory_gb=_number("DEVICE_MEMORY_GB", get),
         )
 
@@ -59,6 +66,13 @@ class TknpConfig:
                 env.pop(key, None)
             else:
                 env[key] = "1" if value is True else str(value)
+
+
+def _switch(name: str, get: Any) -> bool:
+    text = (get(name) or "0").lower()
+    if text not in ("0", "1", "false", "true"):
+        raise ValueError(f"{ENV_PREFIX}{name}={text!r} must be 1 or 0")
+    return text in ("1", "true")
 
 
 def _number(name: str, get: Any) -> float | None:

@@ -1,7 +1,6 @@
 """Hooks that belong to no extension: flags, CPU threads, memory queries and group time-outs."""
 
 import argparse
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -58,7 +57,7 @@ def around_get_available_gpu_memory(
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_parallel
 
-    if distributed and os.environ.get("SGLANG_TKNP_ENABLE") == "1":
+    if distributed and config.TknpConfig.from_env().enable:
         node_group = get_parallel().attn_tp_group
         distributed, cpu_group = node_group.world_size > 1, node_group.cpu_group
     if device != "cpu" or not current_platform.is_out_of_tree():

@@ -48,8 +48,8 @@ def activate_launcher() -> None:
 def _runs_the_pool() -> bool:
     """Whether this process is a scheduler or the controller.
 
-    They have imported the scheduler by now. The launcher and the detokenizer have not, run none
-    of the hooked code, and must not pay the seconds that importing it costs.
+    They have imported the scheduler by now. A launcher that starts and the detokenizer have not,
+    run none of the hooked code, and must not pay the seconds that importing it costs.
     """
     return "sglang.srt.managers.scheduler" in sys.modules
 

@@ -22,10 +22,9 @@ def _check(check: Callable[..., Any], *args: Any) -> Any:
     return fail_closed(check, *args) if exit_on_refusal else check(*args)
 
 
-def resolve_layout(server_args: Any, previous: Callable[[Any], None]) -> None:
+def resolve_layout(server_args: Any) -> None:
     """First step of all: what TKNP refuses, and N from --nnodes when the user gave none."""
     _check(_resolve_layout, server_args)
-    previous(server_args)
 
 
 def _resolve_layout(server_args: Any) -> None:
@@ -45,46 +44,66 @@ def _resolve_layout(server_args: Any) -> None:
         compat.declare(server_args, attn_dp_size=num_nodes)
 
 
-def resolve_cuda(server_args: Any, previous: Callable[[Any], None]) -> None:
+def resolve_cuda(server_args: Any) -> None:
     """On CUDA: no graphs yet, and FlashInfer's attention unless the user names another."""
-    if not compat.cpu_platform_active():
-        logger.info("TKNP runs without CUDA graphs for now: decode and prefill graphs are off")
-        compat.declare(server_args, disable_decode_cuda_graph=True, disable_prefill_cuda_graph=True)
-        if compat.resolving(server_args).attention_backend is None:
-            compat.declare(server_args, attention_backend="flashinfer")
-    previous(server_args)
+    if compat.cpu_platform_active():
+        return
+    logger.info("TKNP runs without CUDA graphs for now: decode and prefill graphs are off")
+    compat.declare(server_args, disable_decode_cuda_graph=True, disable_prefill_cuda_graph=True)
+    if compat.resolving(server_args).attention_backend is None:
+        compat.declare(server_args, attention_backend="flashinfer")
 
 
-def check_model(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Late step: the model, its layers and heads against the nodes."""
-    previous(server_args)
-    _check(_check_model, server_args)
+def check_model_kind(server_args: Any) -> None:
+    """Before SGLang's own rules for kinds of models, which know nothing of TKNP."""
+    _check(_check_model_kind, server_args)
 
 
-def _check_model(server_args: Any) -> None:
+def _check_model_kind(server_args: Any) -> None:
     from sglang_tknp.model_ext.checks import refusal
 
-    cfg = compat.resolving(server_args)
     model_config = compat.model_config(server_args)
     message = refusal(model_config, model_config.hf_config.architectures or ())
     if message:
         raise ValueError(message)
-    num_nodes = cfg.attn_dp_size
-    config = model_config.hf_text_config
+
+
+def check_model_size(server_args: Any) -> None:
+    """The model's layers and heads against the nodes."""
+    _check(_check_model_size, server_args)
+
+
+def _check_model_size(server_args: Any) -> None:
+    cfg = compat.resolving(server_args)
+    model_config = compat.model_config(server_args)
+    num_nodes, num_layers = cfg.attn_dp_size, model_config.hf_text_config.num_hidden_layers
     refusals.check_heads(
         model_config.num_attention_heads,
         model_config.get_total_num_kv_heads(),
-        config.num_hidden_layers,
+        num_layers,
         num_nodes,
         cfg.tp_size // num_nodes,
     )
     layer_blocks = TknpConfig.from_env().layer_blocks
     if layer_blocks is not None:
-        parse_layer_blocks(layer_blocks, config.num_hidden_layers, num_nodes)
+        parse_layer_blocks(layer_blocks, num_layers, num_nodes)
 
 
+def _before(step: Callable[[Any], None]) -> Callable[..., None]:
+    """Run `step` before SGLang's own step, where TKNP is on: a program may start stock engines."""
+
+    def run(server_args: Any, previous: Callable[[Any], None]) -> None:
+        if TknpConfig.from_env().enable:
+            step(server_args)
+        previous(server_args)
+
+    return run
+
+
+# SGLang's steps, in their order, and what TKNP does before each.
 STEPS = {
-    "handle_deprecated_dp_attention": resolve_layout,
-    "handle_cuda_graph_config": resolve_cuda,
-    "handle_other_validations": check_model,
+    "handle_deprecated_dp_attention": _before(resolve_layout),
+    "handle_cuda_graph_config": _before(resolve_cuda),
+    "handle_model_specific_adjustments": _before(check_model_kind),
+    "handle_other_validations": _before(check_model_size),
 }

@@ -43,13 +43,14 @@ class Server:
         command = [*prefix, sys.executable, *launch, *args]
         command += ["--host", host, "--port", str(self.port)]
         self.command = command
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **(env or {})},
+                env={**clean, **(env or {})},
             )
 
     def wait_ready(self, limit: float = START_SECONDS) -> None:

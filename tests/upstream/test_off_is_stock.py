@@ -88,6 +88,7 @@ def test_with_tknp_on_a_scheduler_has_every_hook_of_the_pool() -> None:
     assert found["steps"] == [
         "handle_cuda_graph_config",
         "handle_deprecated_dp_attention",
+        "handle_model_specific_adjustments",
         "handle_other_validations",
     ]
 

@@ -237,14 +237,7 @@ def refusal_of(case: dict[str, Any]) -> str:
     return line.removeprefix(prefix)
 
 
-STATE_SPACE = pytest.param(
-    "state-space",
-    "state-space or linear attention layers",
-    marks=pytest.mark.xfail(
-        strict=True,
-        reason="SGLang's own mamba checks fail with an AssertionError before TKNP's late step",
-    ),
-)
+STATE_SPACE = ("state-space", "state-space or linear attention layers")
 
 
 @pytest.mark.parametrize(

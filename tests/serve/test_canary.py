@@ -1,0 +1,54 @@
+"""Foreign KV is never read: with every slot that no request owns poisoned, tokens stay the same.
+
+The pool starts the other way that users have: `sglang serve --config file.yaml`.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.client import PROMPTS, generate_all, owners, tokens
+from tests.serve.server import Server, base_args
+
+pytestmark = pytest.mark.serve
+
+SGLANG = str(Path(sys.executable).with_name("sglang"))
+CANARY = Path(__file__).parent / "canary"
+CONFIG = """
+enable-tknp: true
+tp-size: 2
+attn-dp-size: 2
+tknp-layer-blocks: "2,3"
+disable-radix-cache: true
+"""
+
+
+@pytest.mark.timeout(300)
+def test_poisoned_kv_is_never_read(checkpoint: Any, stock_tokens: Any, tmp_path: Path) -> None:
+    config = tmp_path / "tknp.yaml"
+    config.write_text(CONFIG)
+    args = [*base_args(checkpoint("llama")), "--config", str(config)]
+    path = os.pathsep.join([str(CANARY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    env = {"PYTHONPATH": path, "TKNP_CANARY_LOG": str(tmp_path / "canary")}
+    server = Server(args, tmp_path / "log", env, launch=(SGLANG, "serve"))
+    try:
+        server.wait_ready()
+        for _ in range(2):  # the second time in slots that the first time freed
+            replies = generate_all(server, PROMPTS)
+            assert tokens(replies) == stock_tokens("llama", 1)
+            assert owners(replies) == {0, 1}
+        check_canary_lived(tmp_path)
+    finally:
+        server.stop()
+
+
+def check_canary_lived(folder: Path) -> None:
+    reports = sorted(folder.glob("canary.*"))
+    assert len(reports) == 2, "one report per rank"
+    for report in reports:
+        num_buffers, num_freed = map(int, report.read_text().split())
+        assert num_buffers == 2 * 5, "keys and values of all five layers on every node"
+        assert num_freed > 200
