@@ -1,4 +1,4 @@
-"""Other ways to start: stock servers on the CPU platform, `sglang_tknp.engine`, a death at start."""
+"""Other ways to start: stock servers on the CPU platform, `engine()`, and a death at start."""
 
 import json
 import os

@@ -145,6 +145,7 @@ def test_two_hosts(hosts: None, tmp_path: Path) -> None:
 def check_traffic(grown: int, before: tuple[int, int, int], after: tuple[int, int, int]) -> None:
     payload, messages, steps = (a - b for a, b in zip(after, before, strict=True))
     assert payload > 10_000_000, "too little traffic to tell anything"
+    print(f"link {grown} bytes, TKNP {payload} in {messages} messages, {steps} steps")
     allowed = 1.1 * payload + BYTES_PER_MESSAGE * messages + BYTES_PER_STEP * steps
     assert payload <= grown <= allowed, (grown, payload, messages, steps)
 
