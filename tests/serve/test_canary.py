@@ -1,6 +1,7 @@
 """Foreign KV is never read: with every slot that no request owns poisoned, tokens stay the same.
 
-The pool starts the other way that users have: `sglang serve --config file.yaml`.
+The pool starts the other way that users have, `sglang serve --config file.yaml`, and mixes
+prefill chunks and decode rows in one batch.
 """
 
 import os
@@ -23,6 +24,7 @@ tp-size: 2
 attn-dp-size: 2
 tknp-layer-blocks: "2,3"
 disable-radix-cache: true
+enable-mixed-chunk: true
 """
 
 
