@@ -50,9 +50,7 @@ class Step:
         self.layout: OwnershipLayout
         self.batch: Any = None  # SGLang's batch of this node's own requests
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any
-    ) -> Any:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> Any:
         """Run one step; every rank of the pool reaches it with the same layout.
 
         Args:
@@ -153,7 +151,9 @@ def install_step(stage: Stage) -> None:
         pp_proxy_tensors: Any = None,
         **kwargs: Any,
     ) -> Any:
-        return step.forward(input_ids, positions, forward_batch, **kwargs)
+        if kwargs:
+            raise NotImplementedError(f"TKNP's step does not carry {sorted(kwargs)}")
+        return step.forward(input_ids, positions, forward_batch)
 
     stage.model.forward = types.MethodType(torch.no_grad()(forward), stage.model)
     stage.step = step

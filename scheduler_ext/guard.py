@@ -1,7 +1,8 @@
 """No hangs, and a cause for every stop: a lost rank takes its pool down within seconds.
 
-On one host the launcher watches the ranks and the controller. Across hosts a dead rank closes its
-connections, so every peer's next transfer fails, which ends its own host's processes.
+On one host the launcher watches the ranks and the controller, and ends the host. Across hosts the
+launchers watch each other (hosts.py), and a dead rank's closed connections fail its peers' next
+transfer.
 """
 
 import contextlib
@@ -17,6 +18,8 @@ from typing import Any
 
 from sglang_tknp import compat
 from sglang_tknp.config import TknpConfig
+from sglang_tknp.hooks import START_TIMEOUT
+from sglang_tknp.scheduler_ext.hosts import HostLinks
 
 logger = logging.getLogger(__name__)
 
@@ -47,42 +50,41 @@ class PoolWatch:
         threading.Thread(target=self._run, name="tknp-watch", daemon=True).start()
 
     def _run(self) -> None:
-        sentinels = {process.sentinel: i for i, process in enumerate(self.processes)}
-        ended: list[Any] = []
-        while not ended:
-            ended = wait(list(sentinels), timeout=1.0)
-        if self.stopped.is_set():
-            return
-        index = min(sentinels[sentinel] for sentinel in ended)
+        waiting = {process.sentinel: i for i, process in enumerate(self.processes)}
+        while waiting and not self.stopped.is_set():
+            for sentinel in wait(list(waiting), timeout=1.0):
+                self._ended(waiting.pop(sentinel))
+
+    def _ended(self, index: int) -> None:
         process = self.processes[index]
         process.join(1.0)  # its pipe closes a moment before its exit code is there
-        if process.exitcode != 0:
-            say(
-                f"{self.names[index]}, process {process.pid}, {cause(process.exitcode)}; "
-                "stopping the pool"
-            )
-            end_this_host()
+        if process.exitcode != 0 and not self.stopped.is_set():
+            end_this_host(f"{self.names[index]}, process {process.pid}, {cause(process.exitcode)}")
 
 
-def cause(exit_code: int) -> str:
-    if exit_code < 0:
+def cause(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
         return f"was killed by {signal.Signals(-exit_code).name}"
     return f"ended with exit code {exit_code}"
 
 
-def end_this_host() -> None:
-    """End this process and every process below it, by SGLang's handler or without it."""
+def end_this_host(reason: str) -> None:
+    """Say why, and end this process and all below it, by SGLang's handler or without it."""
+    _failed.set()
+    say(f"{reason}; stopping the pool")
     os.kill(os.getpid(), signal.SIGQUIT)
     time.sleep(GRACE_SECONDS)
     compat.kill_process_tree(os.getpid())
 
 
 _watch: PoolWatch | None = None
+_links: HostLinks | None = None
+_failed = threading.Event()
 
 
 def after_launch_scheduler_processes(result: tuple[Any, Any], *_: Any, **__: Any) -> None:
     """Target: Engine._launch_scheduler_processes, in the launcher of each host."""
-    global _watch
+    global _watch, _links
     if not TknpConfig.from_env().enable:
         return
     _, processes = result
@@ -92,12 +94,27 @@ def after_launch_scheduler_processes(result: tuple[Any, Any], *_: Any, **__: Any
     # SGLang lists the controller first, where this host has one.
     controllers = ["the data-parallel controller"] * (len(processes) - local)
     _watch = PoolWatch(processes, [*controllers, *names])
+    if parallel.nnodes > 1:
+        _links = HostLinks(
+            parallel.node_rank,
+            parallel.nnodes,
+            parallel.dist_init_addr,
+            end_this_host,
+            START_TIMEOUT.total_seconds(),
+        )
 
 
 def before_watchdog_stop(*_: Any) -> None:
     """Target: SubprocessWatchdog.stop, in the launcher: SGLang is about to end its processes."""
     if _watch is not None:
         _watch.stopped.set()
+    if _links is not None and not _failed.is_set():
+        _links.say_farewell()
+
+
+def before_sigquit(*_: Any) -> None:
+    """Target: SignalHandler.running_phase_sigquit_handler: what follows is no orderly stop."""
+    _failed.set()
 
 
 def around_scheduler_init(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -116,6 +133,11 @@ def around_run_event_loop(original: Callable[[Any], None], scheduler: Any) -> No
         original(scheduler)
 
 
+def first_line(error: BaseException) -> str:
+    """Of an error's text, which a bare assert leaves empty."""
+    return (str(error).splitlines() or ["no message"])[0][:500]
+
+
 @contextlib.contextmanager
 def failures_named() -> Iterator[None]:
     """One line on stderr for an exception that ends this rank, before SGLang stops the host."""
@@ -123,7 +145,7 @@ def failures_named() -> Iterator[None]:
         yield
     except Exception as error:
         where = describe_rank(compat.parallel().tp_rank)
-        say(f"{where} stops: {type(error).__name__}: {str(error).splitlines()[0][:500]}")
+        say(f"{where} stops: {type(error).__name__}: {first_line(error)}")
         # A lost peer is seen here first: its own host must have the time to name it.
         time.sleep(NAMING_SECONDS)
         raise

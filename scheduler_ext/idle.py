@@ -5,7 +5,6 @@ every node's first rank owns a socket on which any peer tells it that there is w
 """
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 import zmq
 
 from sglang_tknp import compat
-
-logger = logging.getLogger(__name__)
 
 # A sleeping node looks around this often even if nobody calls.
 HEARTBEAT_MS = 1000

@@ -66,3 +66,13 @@ def around_weight_update(original: Callable[..., Any], updater: Any, request: An
     """Targets: the ways to update weights while serving, on every rank."""
     message = "--enable-tknp does not support weight updates while serving: restart the pool"
     return compat.refused_update(request, message)
+
+
+def before_validate_one_request(manager: Any, request: Any, *_: Any, **__: Any) -> None:
+    """Target: TokenizerManager._validate_one_request; ValueError is HTTP 400 to the client."""
+    for name in ("input_embeds", "positional_embed_overrides"):
+        if getattr(request, name, None) is not None and TknpConfig.from_env().enable:
+            raise ValueError(
+                f"{name} does not work with --enable-tknp: the first node embeds token ids; send "
+                "text or input_ids"
+            )

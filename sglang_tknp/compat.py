@@ -1,8 +1,8 @@
-"""Every hook target and private name of SGLang that this project touches, and nothing else.
+"""Every private name of SGLang that this project touches; its hook targets are in hook_table.
 
-Each hook says why it exists and when it may go. `install` registers, applies and verifies: the
-signature a hook was written against must be the installed one, and SGLang must have patched the
-target; anything else raises IncompatibleSglangError, and the caller ends the process.
+`install` registers, applies and verifies hooks: the signature a hook was written against must be
+the installed one, and SGLang must have patched the target with our hook; anything else raises
+IncompatibleSglangError, and the caller ends the process.
 """
 
 import importlib
@@ -11,199 +11,17 @@ import inspect
 import os
 import pkgutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from sglang_tknp.hook_table import CLI_HOOKS, CPU_HOOKS, LAUNCHER_HOOKS, POOL_HOOKS, Hook
+
+__all__ = ["CLI_HOOKS", "CPU_HOOKS", "LAUNCHER_HOOKS", "POOL_HOOKS", "Hook"]
 
 SGLANG_VERSIONS = ("0.5.23",)
 
 
 class IncompatibleSglangError(RuntimeError):
     """The installed SGLang is not the one that this version was written against."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hook:
-    """One target of SGLang, wrapped by one function of ours."""
-
-    target: str  # dotted path of a function or method
-    kind: str  # "before", "after" or "around", as SGLang's HookType names them
-    function: str  # "module:function" of ours, imported when the hook is installed
-    params: tuple[str, ...]  # the parameters that the hook was written against
-    reason: str
-    delete_when: str
-
-
-CLI_HOOKS = (
-    Hook(
-        target="sglang.srt.server_args.ServerArgs.add_cli_args",
-        kind="after",
-        function="sglang_tknp.hooks:after_add_cli_args",
-        params=("parser",),
-        reason="adds the --tknp flags; SGLang has no registry for flags",
-        delete_when="SGLang lets a plugin register flags",
-    ),
-    Hook(
-        target="sglang.srt.server_args.ServerArgs.from_cli_args",
-        kind="after",
-        function="sglang_tknp.hooks:after_from_cli_args",
-        params=("cls", "args"),
-        reason="reads the --tknp flags and switches TKNP on",
-        delete_when="SGLang lets a plugin register flags",
-    ),
-)
-
-CPU_HOOKS = (
-    Hook(
-        target="sglang.srt.distributed.bootstrap._init_cpu_threads_env",
-        kind="around",
-        function="sglang_tknp.hooks:around_init_cpu_threads_env",
-        params=("local_omp_cpuid", "dist_init_method"),
-        reason="binds a rank's threads without SGLang's AMX build, whose operators PyPI lacks",
-        delete_when="SGLang binds threads without sgl_kernel",
-    ),
-    Hook(
-        target="sglang.srt.utils.common.get_available_gpu_memory",
-        kind="around",
-        function="sglang_tknp.hooks:around_get_available_gpu_memory",
-        params=("device", "gpu_id", "distributed", "empty_cache", "cpu_group"),
-        reason="on a CPU SGLang reads the machine's memory and never asks the platform",
-        delete_when="the cpu branch asks current_platform",
-    ),
-)
-
-LAUNCHER_HOOKS = (
-    Hook(
-        target="sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
-        kind="after",
-        function="sglang_tknp.scheduler_ext.guard:after_launch_scheduler_processes",
-        params=("cls", "server_args", "port_args", "run_scheduler_process_func"),
-        reason="a killed rank must take the pool down at once and be named, at start too",
-        delete_when="SGLang's watchdog names ranks and watches from the start",
-    ),
-    Hook(
-        target="sglang.srt.utils.watchdog.SubprocessWatchdog.stop",
-        kind="before",
-        function="sglang_tknp.scheduler_ext.guard:before_watchdog_stop",
-        params=("self",),
-        reason="SGLang stops its watchdog before it ends its processes; ours must stop with it",
-        delete_when="SGLang's watchdog names ranks and watches from the start",
-    ),
-)
-
-_WEIGHT_UPDATES = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
-)
-
-POOL_HOOKS = (
-    *(
-        Hook(
-            target=_WEIGHT_UPDATES + method,
-            kind="around",
-            function="sglang_tknp.scheduler_ext.info:around_weight_update",
-            params=("self", "recv_req"),
-            reason="an update would miss the other nodes' blocks, so it is refused",
-            delete_when="TKNP loads updates block by block",
-        )
-        for method in (
-            "update_weights_from_disk",
-            "update_weights_from_ipc",
-            "begin_weight_update",  # opens every other kind of update
-        )
-    ),
-    Hook(
-        target="sglang.srt.utils.common.get_available_gpu_memory",
-        kind="around",
-        function="sglang_tknp.hooks:around_get_available_gpu_memory",
-        params=("device", "gpu_id", "distributed", "empty_cache", "cpu_group"),
-        reason="a node's KV capacity is its own: the minimum is over its ranks, not the pool's",
-        delete_when="SGLang sizes attention-DP pools by node",
-    ),
-    Hook(
-        target="sglang.srt.distributed.parallel_state.GroupCoordinator.__init__",
-        kind="before",
-        function="sglang_tknp.hooks:before_group_coordinator_init",
-        params=("self", "group_ranks", "local_rank", "torch_distributed_backend"),
-        reason="SGLang's gloo groups wait two hours for a lost rank",
-        delete_when="--dist-timeout reaches the gloo groups",
-    ),
-    Hook(
-        target="sglang.srt.model_executor.model_runner.ModelRunner.load_model",
-        kind="around",
-        function="sglang_tknp.model_ext.stage:around_load_model",
-        params=("self",),
-        reason="builds and loads the node's layer block as a pipeline stage inside the node",
-        delete_when="permanent",
-    ),
-    Hook(
-        target=(
-            "sglang.srt.model_executor.model_runner_components.layer_setup.resolve_layer_indices"
-        ),
-        kind="around",
-        function="sglang_tknp.model_ext.stage:around_resolve_layer_indices",
-        params=("model", "model_config", "is_draft_worker", "draft_model_idx"),
-        reason="a node's KV pool holds all layers, although it computes only its block",
-        delete_when="permanent",
-    ),
-    Hook(
-        target="sglang.srt.model_executor.model_runner.ModelRunner._prepare_eager_forward_batch",
-        kind="around",
-        function="sglang_tknp.model_ext.step:around_prepare_eager_forward_batch",
-        params=("self", "forward_batch"),
-        reason="attention DP pads to equal rows; an ownership layout has exact rows",
-        delete_when="permanent",
-    ),
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.init_idle_sleeper",
-        kind="after",
-        function="sglang_tknp.scheduler_ext.idle:after_init_idle_sleeper",
-        params=("self",),
-        reason="an idle pool sleeps, and one node's request wakes all nodes",
-        delete_when="SGLang's attention DP can sleep when idle",
-    ),
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.on_idle",
-        kind="before",
-        function="sglang_tknp.scheduler_ext.idle:before_on_idle",
-        params=("self",),
-        reason="a node with waiting requests must not leave its peers asleep",
-        delete_when="SGLang's attention DP can sleep when idle",
-    ),
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.__init__",
-        kind="around",
-        function="sglang_tknp.scheduler_ext.guard:around_scheduler_init",
-        params=("self", "server_args", "port_args"),
-        reason="names the rank that a failure stopped at start",
-        delete_when="permanent",
-    ),
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.run_event_loop",
-        kind="around",
-        function="sglang_tknp.scheduler_ext.guard:around_run_event_loop",
-        params=("self",),
-        reason="arms the pool's time-outs, and names the rank that a failure stopped",
-        delete_when="permanent",
-    ),
-    Hook(
-        target=(
-            "sglang.srt.managers.scheduler_components.internal_state."
-            "SchedulerInternalStateController._add_topology"
-        ),
-        kind="after",
-        function="sglang_tknp.scheduler_ext.info:after_add_topology",
-        params=("self", "state"),
-        reason="/server_info shows TKNP's layout",
-        delete_when="SGLang lets a plugin contribute to /server_info",
-    ),
-    Hook(
-        target="sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
-        kind="before",
-        function="sglang_tknp.scheduler_ext.idle:before_controller_event_loop",
-        params=("self",),
-        reason="the controller busy-loops on its socket",
-        delete_when="SGLang's controller blocks when idle",
-    ),
-)
 
 
 def check_versions() -> None:
@@ -248,18 +66,27 @@ def check_signature(hook: Hook) -> None:
         )
 
 
+_installed: set[tuple[str, str]] = set()  # (target, function) of this process
+
+
 def install(hooks: Sequence[Hook]) -> None:
     """Register, apply and verify hooks; those already installed are left alone."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    new = [hook for hook in hooks if hook.target not in HookRegistry._patched]
+    new = [hook for hook in hooks if (hook.target, hook.function) not in _installed]
     for hook in new:
+        if hook.target in HookRegistry._patched:
+            raise IncompatibleSglangError(
+                f"another plugin has hooked {hook.target} already, and SGLang would drop ours; "
+                "leave that plugin out with SGLANG_PLUGINS"
+            )
         check_signature(hook)
         HookRegistry.register(hook.target, resolve(hook.function), HookType(hook.kind))
     HookRegistry.apply_hooks()
     missing = [hook.target for hook in hooks if hook.target not in HookRegistry._patched]
     if missing:
         raise IncompatibleSglangError(f"SGLang did not apply the hooks on {', '.join(missing)}")
+    _installed.update((hook.target, hook.function) for hook in new)
 
 
 _resolution_hooks_installed = False

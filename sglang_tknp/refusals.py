@@ -1,6 +1,7 @@
 """SGLang settings that TKNP refuses at start, each with its reason and the fix. A pure table."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,36 @@ REFUSALS = (
         reason="hidden states stay on the node of their layer",
     ),
     Refusal(
+        field="return_hidden_states_mode",
+        flag="--return-hidden-states-mode",
+        stock=(),
+        reason="hidden states stay on the head's node, owners receive logits",
+    ),
+    Refusal(
+        field="return_aux_hidden_state_layer_ids",
+        flag="--return-aux-hidden-state-layer-ids",
+        stock=([],),
+        reason="hidden states stay on the node of their layer",
+    ),
+    Refusal(
+        field="enable_dp_attention_local_control_broadcast",
+        flag="--enable-dp-attention-local-control-broadcast",
+        stock=(False,),
+        reason="nodes step together, so all must see a pause or a flush before the same step",
+    ),
+    Refusal(
+        field="disaggregation_mode",
+        flag="--disaggregation-mode",
+        stock=("null",),
+        reason="prefill-decode disaggregation is not tested with TKNP yet",
+    ),
+    Refusal(
+        field="enable_memory_saver",
+        flag="--enable-memory-saver",
+        stock=(False,),
+        reason="a release of memory would leave the other nodes without a layer block",
+    ),
+    Refusal(
         field="enable_hierarchical_cache",
         flag="--enable-hierarchical-cache",
         stock=(False,),
@@ -205,8 +236,15 @@ REFUSALS = (
 )
 
 
-def refused(server_args: Any) -> str | None:
+# Variables of SGLang's that make ranks step apart, or move its scheduler out of Python.
+REFUSED_VARIABLES = ("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "SGLANG_RUST_SERVER")
+
+
+def refused(server_args: Any, env: Mapping[str, str] = os.environ) -> str | None:
     """The message for the first refused setting, or None."""
+    for name in REFUSED_VARIABLES:
+        if env.get(name, "").lower() in ("1", "true", "yes"):
+            return f"{name}={env[name]} does not work with --enable-tknp; unset it"
     for refusal in REFUSALS:
         value = getattr(server_args, refusal.field)
         # None is "not named by the user" in every field of SGLang's.

@@ -248,7 +248,7 @@ def check_metrics(server: Server) -> None:
 
 
 def check_idle_is_idle(server: Server) -> None:
-    """A pool of two nodes takes less than a fifth of a core, and answers soon all the same."""
+    """A pool of two nodes takes less than a fifth of a core. bench/idle.py has its latency."""
 
     def ticks() -> int:
         total = 0
@@ -261,6 +261,26 @@ def check_idle_is_idle(server: Server) -> None:
     before, seconds = ticks(), 8
     time.sleep(seconds)
     assert (ticks() - before) / 100 / seconds < 0.2
+
+
+def check_pause(server: Server) -> None:
+    """A paused pool keeps requests, on every node, and goes on with them."""
+    server.post("/pause_generation", {"mode": "in_place"})
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(generate, server, PROMPTS[1], routed_dp_rank=r) for r in (0, 1)]
+        time.sleep(2)
+        assert not any(request.done() for request in waiting)
+        server.post("/continue_generation", {})
+        first, second = (request.result(timeout=30)["output_ids"] for request in waiting)
+    assert first == second
+
+
+def check_embeddings_are_refused(server: Server) -> None:
+    body = {"input_embeds": [[0.0] * 64] * 3, "sampling_params": greedy(2)}
+    with pytest.raises(HTTPError) as failure:
+        server.post("/generate", body)
+    assert failure.value.code == 400
+    assert b"input_embeds" in failure.value.read()
 
 
 def check_weight_update_is_refused(server: Server) -> None:
@@ -280,5 +300,7 @@ def test_features_equal_stock(checkpoint: Any, tmp_path: Any) -> None:
         assert not differences(run_cases(server), expected)
         check_aborts(server)
         check_metrics(server)
+        check_pause(server)
+        check_embeddings_are_refused(server)
         check_weight_update_is_refused(server)
         assert not differences(run_cases(server), expected)

@@ -46,8 +46,7 @@ def test_tokens_equal_stock(
         check_prefix_cache_hit(server, expected)
         check_lone_requests(server, expected, nodes)
         check_pool_info(server, nodes, ranks, blocks)
-        if ranks == 1:
-            check_exact_bytes(server, checkpoint(family), nodes)
+        check_exact_bytes(server, checkpoint(family), nodes, ranks)
         check_killed_rank_ends_pool(server, nodes * ranks - 1, ranks)
 
 
@@ -97,13 +96,18 @@ def traffic(server: Server) -> list[dict[str, int]]:
     return [{kind: t["bytes"] for kind, t in state["exchange"].items()} for state in states]
 
 
-def check_exact_bytes(server: Server, model: Any, nodes: int) -> None:
-    """The paper's equation 3 for every owner alone, and each handoff's rows once (T = 1)."""
+def check_exact_bytes(server: Server, model: Any, nodes: int, ranks: int) -> None:
+    """The paper's equation 3 for every owner alone, and each handoff's rows once.
+
+    Of one peer group: /server_info counts a node's first rank. A KV head that T ranks cannot
+    share is on each of them, in stock SGLang too, and then moves T times.
+    """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    q = config.num_attention_heads // ranks * head_dim
+    kv = max(config.num_key_value_heads // ranks, 1) * head_dim
     blocks = server.get_json("/server_info")["internal_states"][0]["tknp"]["layer_blocks"]
     for owner in range(nodes):
         before = traffic(server)
@@ -115,7 +119,7 @@ def check_exact_bytes(server: Server, model: Any, nodes: int) -> None:
         remote = rows * (config.num_hidden_layers - blocks[owner])
         assert sum(node["scatter"] for node in sent) == 4 * (q + 2 * kv) * remote
         assert sent[owner]["gather"] == sum(node["gather"] for node in sent) == 4 * q * remote
-        handoffs = (nodes - 1) * 2 * 4 * config.hidden_size * rows
+        handoffs = (nodes - 1) * 2 * 4 * config.hidden_size // ranks * rows
         assert sum(node["handoff"] for node in sent) == handoffs
         # Ids and positions of every row to every other node, then row numbers for prefill logits.
         assert sent[owner]["metadata"] >= 16 * (nodes - 1) * rows

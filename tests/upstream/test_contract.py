@@ -147,7 +147,7 @@ def test_a_target_that_sglang_changes_is_caught_before_it_is_patched(
 
     def stop(self: Any, timeout: float) -> None: ...
 
-    hook = replace(compat.LAUNCHER_HOOKS[1], params=("self", "reason"))
+    hook = replace(compat.LAUNCHER_HOOKS[-1], params=("self", "reason"))
     monkeypatch.setattr(watchdog.SubprocessWatchdog, "stop", stop)
     with pytest.raises(IncompatibleSglangError, match=r"SubprocessWatchdog.stop takes \('self', "):
         compat.install([hook])
@@ -159,7 +159,7 @@ def test_a_hook_that_sglang_does_not_apply_is_named(
     monkeypatch: pytest.MonkeyPatch, registered: Any
 ) -> None:
     """SGLang only logs a hook that it fails to apply."""
-    hook = compat.LAUNCHER_HOOKS[1]
+    hook = compat.LAUNCHER_HOOKS[-1]
     monkeypatch.setattr(registered, "register", lambda *_: None)
     with pytest.raises(IncompatibleSglangError, match=f"did not apply the hooks on {hook.target}$"):
         compat.install([hook])
@@ -196,3 +196,13 @@ def test_the_supported_version_is_served(monkeypatch: pytest.MonkeyPatch, versio
 
 def test_the_installed_version_is_supported() -> None:
     compat.check_versions()
+
+
+def test_a_target_that_another_plugin_has_hooked_is_refused(
+    monkeypatch: pytest.MonkeyPatch, registered: Any
+) -> None:
+    """SGLang drops a hook on a target that it has patched already, without a word."""
+    hook = compat.LAUNCHER_HOOKS[-1]
+    monkeypatch.setattr(registered, "_patched", {hook.target})
+    with pytest.raises(IncompatibleSglangError, match=f"another plugin has hooked {hook.target}"):
+        compat.install([hook])
