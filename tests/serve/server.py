@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,9 +19,20 @@ START_SECONDS = 240
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Below the ephemeral ports, which a starting server's own connections take.
+
+    SGLang's attention DP also uses some ports from port + 233 on.
+    """
+    while True:
+        port = random.randrange(20000, 31000)
+        with contextlib.ExitStack() as stack:
+            try:
+                for number in (port, *range(port + 233, port + 245)):
+                    probe = stack.enter_context(socket.socket())
+                    probe.bind(("127.0.0.1", number))
+            except OSError:
+                continue
+            return port
 
 
 class Server:
