@@ -25,7 +25,7 @@ SHAPE: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},  # SGLang gives the tied head to the first stage only
     "llama-untied": {"tie_word_embeddings": False},  # and an untied one to every stage
-    "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 1},  # biases; T > KV heads
+    "qwen2": {"tie_word_embeddings": True},  # biases
     "qwen3": {"head_dim": 16, "tie_word_embeddings": False},  # QK-norm, head_dim != hidden/heads
     "mistral": {"sliding_window": 24, "tie_word_embeddings": False, "head_dim": 8},
 }

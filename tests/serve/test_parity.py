@@ -99,15 +99,14 @@ def traffic(server: Server) -> list[dict[str, int]]:
 def check_exact_bytes(server: Server, model: Any, nodes: int, ranks: int) -> None:
     """The paper's equation 3 for every owner alone, and each handoff's rows once.
 
-    Of one peer group: /server_info counts a node's first rank. A KV head that T ranks cannot
-    share is on each of them, in stock SGLang too, and then moves T times.
+    Of one peer group: /server_info counts a node's first rank.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     q = config.num_attention_heads // ranks * head_dim
-    kv = max(config.num_key_value_heads // ranks, 1) * head_dim
+    kv = config.num_key_value_heads // ranks * head_dim
     blocks = server.get_json("/server_info")["internal_states"][0]["tknp"]["layer_blocks"]
     for owner in range(nodes):
         before = traffic(server)
