@@ -20,6 +20,7 @@ from sglang_tknp import compat
 from sglang_tknp.config import TknpConfig
 from sglang_tknp.hooks import START_TIMEOUT
 from sglang_tknp.scheduler_ext.hosts import HostLinks
+from sglang_tknp.topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +36,10 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def describe_rank(tp_rank: int) -> str:
-    ranks_per_node = compat.parallel().tp_size // compat.parallel().attn_dp_size
-    return f"rank {tp_rank} (node {tp_rank // ranks_per_node}, TP rank {tp_rank % ranks_per_node})"
+def describe_rank(rank: int) -> str:
+    num_nodes, num_ranks = compat.parallel().attn_dp_size, compat.parallel().tp_size
+    topology = Topology(num_nodes=num_nodes, tp_size=num_ranks // num_nodes, rank=rank)
+    return topology.describe(rank)
 
 
 class PoolWatch:

@@ -42,10 +42,10 @@ class PeerSleeper:
 
     def _rest(self, limit_ms: int) -> None:
         ready = {socket for socket, _ in self.poller.poll(limit_ms)}
-        called = self.wake_socket in ready
         while self.wake_socket.poll(0):
             self.wake_socket.recv(zmq.NOBLOCK)
-        if ready and not called:
+        # Whoever called has woken all; a request here is news to them even beside an old call.
+        if ready - {self.wake_socket}:
             self.wake_peers()
 
     def wake_peers(self) -> None:

@@ -56,9 +56,6 @@ class Placement:
     def block(self, node: int) -> range:
         return range(*self.bounds[node])
 
-    def node_of_layer(self, layer: int) -> int:
-        return next(n for n in range(self.num_nodes) if layer in self.block(n))
-
 
 def place(model: ModelBytes, blocks: Sequence[int]) -> Placement:
     """The placement of given layer blocks; they hold every layer and no node is empty."""

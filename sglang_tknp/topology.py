@@ -30,17 +30,6 @@ class Topology:
     def tp_rank(self) -> int:
         return self.rank % self.tp_size
 
-    @property
-    def peer_ranks(self) -> tuple[int, ...]:
-        """World ranks of this rank's peer group: its TP rank on every node, in node order."""
-        return self.all_peer_groups()[self.tp_rank]
-
-    @property
-    def node_ranks(self) -> tuple[int, ...]:
-        """World ranks of this rank's node, in TP order."""
-        first = self.node * self.tp_size
-        return tuple(range(first, first + self.tp_size))
-
     def all_peer_groups(self) -> tuple[tuple[int, ...], ...]:
         """The T peer groups of the pool, in TP-rank order."""
         return tuple(

