@@ -45,7 +45,7 @@ class Step:
         self.logits = Logits(stage, exchange)  # takes the model's logits processor
         self.stage_forward: Callable[..., Any] = stage.model.forward
         self.num_steps = 0
-        self.after_step: Callable[[], None] = lambda: None  # set where metrics are on
+        self.after_step: list[Callable[[], None]] = []
         # Of the step that runs now; set by `forward`.
         self.layout: OwnershipLayout
         self.batch: Any = None  # SGLang's batch of this node's own requests
@@ -69,7 +69,8 @@ class Step:
             output = self.logits.run(input_ids[:num_rows], hidden, self.layout, forward_batch)
         self.exchange.finish_step()
         self.num_steps += 1
-        self.after_step()
+        for call in self.after_step:
+            call()
         return output
 
     def _share_inputs(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from sglang_tknp import compat
+from sglang_tknp import compat, compat_ipc
 from sglang_tknp.config import TknpConfig
 from sglang_tknp.hooks import START_TIMEOUT
 from sglang_tknp.scheduler_ext.hosts import HostLinks
@@ -82,6 +82,7 @@ def end_this_host(reason: str) -> None:
 _watch: PoolWatch | None = None
 _links: HostLinks | None = None
 _failed = threading.Event()
+_report_address = ""
 
 
 def after_launch_scheduler_processes(result: tuple[Any, Any], *_: Any, **__: Any) -> None:
@@ -121,8 +122,10 @@ def before_sigquit(*_: Any) -> None:
 
 def around_scheduler_init(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Target: Scheduler.__init__, on every rank: what fails at start is named too."""
+    global _report_address
     with failures_named():
         original(*args, **kwargs)
+        _report_address = compat_ipc.report_address(kwargs.get("port_args") or args[2])
 
 
 def around_run_event_loop(original: Callable[[Any], None], scheduler: Any) -> None:
@@ -131,6 +134,7 @@ def around_run_event_loop(original: Callable[[Any], None], scheduler: Any) -> No
 
     with failures_named():
         info.log_pool(scheduler)
+        info.start_reports(scheduler, _report_address)
         compat.set_group_timeouts(TknpConfig.from_env().exchange_timeout)
         original(scheduler)
 

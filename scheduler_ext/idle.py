@@ -1,4 +1,4 @@
-"""Idle is idle: schedulers and the controller block on their sockets, and one wakes all.
+"""Idle is idle: schedulers block on their sockets, and one wakes all.
 
 The nodes of a pool step in lockstep, so a node may only sleep while its peers can be woken:
 every node's first rank owns a socket on which any peer tells it that there is work.
@@ -25,14 +25,15 @@ class PeerSleeper:
     def __init__(self, request_sockets: list[Any], wake_socket: Any, peers: list[Any]) -> None:
         self.wake_socket = wake_socket
         self.peers = peers
-        self.before_sleep: Callable[[], None] = lambda: None  # set where metrics are on
+        self.before_sleep: list[Callable[[], None]] = []
         self.poller = zmq.Poller()
         for socket in (*request_sockets, wake_socket):
             self.poller.register(socket, zmq.POLLIN)
 
     def maybe_sleep(self) -> None:
         """SGLang calls it when this node has nothing to do and the step was idle everywhere."""
-        self.before_sleep()
+        for call in self.before_sleep:
+            call()
         self._rest(HEARTBEAT_MS)
 
     def rest_while_waiting(self) -> None:
@@ -89,26 +90,3 @@ def before_on_idle(scheduler: Any) -> None:
     sleeper = scheduler.idle_sleeper
     if isinstance(sleeper, PeerSleeper) and not scheduler.is_fully_idle():
         sleeper.rest_while_waiting()
-
-
-class PatientSocket:
-    """The controller's socket: a non-blocking receive waits a while for a message first."""
-
-    def __init__(self, socket: Any) -> None:
-        self._socket = socket
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._socket, name)
-        if not name.startswith("recv"):
-            return method
-
-        def patient(*args: Any, **kwargs: Any) -> Any:
-            self._socket.poll(HEARTBEAT_MS)
-            return method(*args, **kwargs)
-
-        return patient
-
-
-def before_controller_event_loop(controller: Any) -> None:
-    """Target: DataParallelController.event_loop."""
-    controller.recv_from_tokenizer = PatientSocket(controller.recv_from_tokenizer)

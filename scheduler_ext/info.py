@@ -10,6 +10,7 @@ from sglang_tknp import compat
 from sglang_tknp.config import TknpConfig
 from sglang_tknp.model_ext.stage import Stage, current_stage
 from sglang_tknp.placement import format_table
+from sglang_tknp.scheduler_ext import reports
 from sglang_tknp.scheduler_ext.metrics import ExchangeMetrics
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,27 @@ def log_pool(scheduler: Any) -> None:
         logger.info("TKNP pool is ready, %d KV tokens in all:\n%s", sum(kv_tokens), table)
 
 
+def start_reports(scheduler: Any, address: str) -> None:
+    """Tell the controller what this node can hold, and from now on what it holds."""
+    reporter = reports.start(scheduler, address)
+    if reporter is not None:
+        current_stage().step.after_step.append(reporter.report_when_due)
+        scheduler.idle_sleeper.before_sleep.append(reporter.report_before_sleep)
+
+
+def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    """Target: Scheduler.get_init_info, on every rank: the longest prompt is the largest node's.
+
+    SGLang takes the first node's limits for all, and that node's layers leave it the least room.
+    """
+    group = compat.parallel().tp_group
+    for name in ("max_total_num_tokens", "max_req_input_len"):
+        limits: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(limits, info[name], group=group.cpu_group)
+        info[name] = max(limits)
+    return info
+
+
 def start_metrics(scheduler: Any, stage: Stage) -> None:
     """On the first rank of a node: count its exchange, after every step and when it goes idle."""
     if not compat.metrics_enabled() or stage.topology.tp_rank != 0:
@@ -37,8 +59,8 @@ def start_metrics(scheduler: Any, stage: Stage) -> None:
         int(scheduler.max_total_num_tokens),
         stage.placement.blocks[stage.node],
     )
-    stage.step.after_step = metrics.update_when_due
-    scheduler.idle_sleeper.before_sleep = metrics.update
+    stage.step.after_step.append(metrics.update_when_due)
+    scheduler.idle_sleeper.before_sleep.append(metrics.update)
 
 
 def after_add_topology(result: Any, controller: Any, state: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ import time
 from typing import Any
 
 from sglang_tknp.exchange import Exchange
+from sglang_tknp.scheduler_ext.assigner import Assigner
+from sglang_tknp.scheduler_ext.view import owner_state
 
 PERIOD = 1.0  # seconds between updates while the pool steps
 
@@ -46,3 +48,94 @@ class ExchangeMetrics:
             self.messages.labels(self.node, kind).inc(traffic.messages - num_messages)
             self.bytes.labels(self.node, kind).inc(traffic.bytes - num_bytes)
             self.reported[kind] = (traffic.messages, traffic.bytes)
+
+
+class ControllerMetrics:
+    """What the controller knows of its owners; one per process."""
+
+    GAUGES = (
+        ("capacity_tokens", "KV tokens that an owner can hold"),
+        ("reserved_tokens", "KV tokens reserved for requests at an owner"),
+        ("used_tokens", "Context tokens of the requests that an owner holds"),
+        ("running_requests", "Requests at an owner"),
+        ("waiting_requests", "Requests in an owner's own queue, or waiting for this owner only"),
+    )
+    COUNTERS = (
+        ("sent_requests", "Requests sent to an owner"),
+        ("retractions", "Requests that an owner retracted under memory pressure"),
+        ("ledger_drifts", "Differences between the ledger and an owner's report, healed"),
+    )
+
+    def __init__(self, assigner: Assigner) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        self.assigner = assigner
+        self.due = 0.0
+        self.owner_gauges = {
+            name: Gauge(
+                f"sglang:tknp_owner_{name}", text, ["owner"], multiprocess_mode="mostrecent"
+            )
+            for name, text in self.GAUGES
+        }
+        self.owner_counters = {
+            name: Counter(f"sglang:tknp_owner_{name}", text, ["owner"])
+            for name, text in self.COUNTERS
+        }
+        self.waiting = Gauge(
+            "sglang:tknp_waiting_requests",
+            "Requests that wait in the controller for an owner",
+            multiprocess_mode="mostrecent",
+        )
+        self.overtakes = Counter(
+            "sglang:tknp_overtakes", "Requests sent ahead of earlier ones that needed more room"
+        )
+        self.prefix_hits = Counter(
+            "sglang:tknp_prefix_hits", "Requests sent to an owner that holds their prefix"
+        )
+        self.refusals = Counter(
+            "sglang:tknp_refused_requests", "Requests that the controller refused", ["reason"]
+        )
+        self.queue_time = Histogram(
+            "sglang:tknp_queue_time_seconds",
+            "Seconds that a request waited in the controller for its owner",
+            ["owner"],
+            buckets=(0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500),
+        )
+        self.counted: dict[Any, float] = {}
+
+    def sent(self, owner: int, waited: float) -> None:
+        self.queue_time.labels(str(owner)).observe(waited)
+
+    def update_when_due(self, now: float) -> None:
+        if now >= self.due:
+            self.due = now + PERIOD
+            self.update()
+
+    def update(self) -> None:
+        assigner = self.assigner
+        for owner in range(len(assigner.sent)):
+            state = owner_state(assigner, owner)
+            label = str(owner)
+            gauges = self.owner_gauges
+            gauges["capacity_tokens"].labels(label).set(state["capacity"])
+            gauges["reserved_tokens"].labels(label).set(state["reserved"])
+            gauges["used_tokens"].labels(label).set(state["used"])
+            running = max(0, state["requests"] - state["queued"])
+            gauges["running_requests"].labels(label).set(running)
+            gauges["waiting_requests"].labels(label).set(state["queued"] + state["waiting"])
+            for name, field in (
+                ("sent_requests", "sent"),
+                ("retractions", "retractions"),
+                ("ledger_drifts", "drifts"),
+            ):
+                self.count_up(self.owner_counters[name].labels(label), (name, owner), state[field])
+        self.waiting.set(len(assigner.queue))
+        self.count_up(self.overtakes, "overtakes", assigner.queue.overtakes)
+        self.count_up(self.prefix_hits, "prefix_hits", assigner.policy.prefix_hits)
+        for reason, number in assigner.refusals.items():
+            self.count_up(self.refusals.labels(reason), ("refusals", reason), number)
+
+    def count_up(self, counter: Any, key: Any, total: float) -> None:
+        """Bring a counter to a total that another object counts."""
+        counter.inc(max(0, total - self.counted.get(key, 0)))
+        self.counted[key] = total

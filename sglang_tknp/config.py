@@ -6,13 +6,16 @@ loads its plugins. Standard library only: every process of every user imports th
 
 import argparse
 import os
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 ENV_PREFIX = "SGLANG_TKNP_"
 DEFAULT_EXCHANGE_TIMEOUT = 120.0
 MAX_EXCHANGE_TIMEOUT = 86400.0
+OWNER_POLICIES = ("kv-reserved", "kv-used")
+DEFAULT_MAX_OVERTAKES = 16
+DEFAULT_EXPECTED_OUTPUT = 1024  # tokens, of a request that names no length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,10 @@ class TknpConfig:
     layer_blocks: str | None = None  # "16,14": layers per node, in node order
     exchange_timeout: float = DEFAULT_EXCHANGE_TIMEOUT  # seconds
     device_memory_gb: float | None = None  # CPU platform only, per rank, GiB
+    owner_policy: str = OWNER_POLICIES[0]
+    expected_output_tokens: int | None = None
+    max_overtakes: int = DEFAULT_MAX_OVERTAKES
+    prefix_slack: int | None = None  # KV tokens; None: no prefix affinity
 
     def __post_init__(self) -> None:
         if self.exchange_timeout > MAX_EXCHANGE_TIMEOUT:
@@ -40,49 +47,86 @@ class TknpConfig:
                 f"--tknp-device-memory-gb={self.device_memory_gb:g} must be a positive number of "
                 "GiB; leave it out to share the machine's free memory between the ranks"
             )
+        self._check_controller()
+
+    def _check_controller(self) -> None:
+        if self.owner_policy not in OWNER_POLICIES:
+            raise ValueError(
+                f"--tknp-owner-policy={self.owner_policy} must be {' or '.join(OWNER_POLICIES)}"
+            )
+        if self.expected_output_tokens is not None and self.expected_output_tokens < 1:
+            raise ValueError(
+                f"--tknp-expected-output-tokens={self.expected_output_tokens} must be a positive "
+                "number of tokens; leave it out to reserve for all that a request may ask"
+            )
+        if self.max_overtakes < 0:
+            raise ValueError(
+                f"--tknp-max-overtakes={self.max_overtakes} must not be negative; 0 is strict "
+                "order of arrival"
+            )
+        if self.prefix_slack is not None and self.prefix_slack < 0:
+            raise ValueError(
+                f"--tknp-prefix-slack={self.prefix_slack} must not be a negative number of KV "
+                "tokens; leave it out to switch prefix affinity off"
+            )
 
     @classmethod
     def from_env(cls, env: MutableMapping[str, str] | None = None) -> "TknpConfig":
         env = os.environ if env is None else env
 
-        def get(name: str) -> str | None:
-            return env.get(ENV_PREFIX + name) or None
-
-        timeout = _number("EXCHANGE_TIMEOUT", get)
-        return cls(
-            enable=_switch("ENABLE", get),
-            layer_blocks=get("LAYER_BLOCKS"),
-            exchange_timeout=DEFAULT_EXCHANGE_TIMEOUT if timeout is None else timeout,
-            device_memory_gb=_number("DEVICE_MEMORY_GB", get),
-        )
+        found = {
+            field.name: _READERS[field.name](ENV_PREFIX + field.name.upper(), text)
+            for field in fields(cls)
+            if (text := env.get(ENV_PREFIX + field.name.upper()))
+        }
+        return cls(**found)
 
     def to_env(self, env: MutableMapping[str, str] | None = None) -> None:
-        """Write every setting, so that child processes read exactly this configuration."""
+        """Write what is not the default, and nothing else: children read exactly `self`."""
         env = os.environ if env is None else env
         for field in fields(self):
             value = getattr(self, field.name)
             key = ENV_PREFIX + field.name.upper()
-            if value is None or value is False:
+            if value == field.default:
                 env.pop(key, None)
             else:
                 env[key] = "1" if value is True else str(value)
 
 
-def _switch(name: str, get: Any) -> bool:
-    text = (get(name) or "0").lower()
-    if text not in ("0", "1", "false", "true"):
-        raise ValueError(f"{ENV_PREFIX}{name}={text!r} must be 1 or 0")
-    return text in ("1", "true")
+def _switch(name: str, text: str) -> bool:
+    if text.lower() not in ("0", "1", "false", "true"):
+        raise ValueError(f"{name}={text!r} must be 1 or 0")
+    return text.lower() in ("1", "true")
 
 
-def _number(name: str, get: Any) -> float | None:
-    text = get(name)
-    if text is None:
-        return None
+def _number(name: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{ENV_PREFIX}{name}={text!r} must be a number") from None
+        raise ValueError(f"{name}={text!r} must be a number") from None
+
+
+def _whole_number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be a whole number") from None
+
+
+def _text(name: str, text: str) -> str:
+    return text
+
+
+_READERS: dict[str, Callable[[str, str], Any]] = {
+    "enable": _switch,
+    "layer_blocks": _text,
+    "exchange_timeout": _number,
+    "device_memory_gb": _number,
+    "owner_policy": _text,
+    "expected_output_tokens": _whole_number,
+    "max_overtakes": _whole_number,
+    "prefix_slack": _whole_number,
+}
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -120,12 +164,44 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "SGLang sizes its KV pool from it as on a GPU. Default: the machine's free memory shared "
         "between its ranks. Works without --enable-tknp too.",
     )
+    _add_controller_args(group, default)
+
+
+def _add_controller_args(group: Any, default: TknpConfig) -> None:
+    group.add_argument(
+        "--tknp-owner-policy",
+        choices=OWNER_POLICIES,
+        default=default.owner_policy,
+        help="What a new request's owner has least of: KV reserved for whole requests, input and "
+        "expected output (kv-reserved), or context tokens by now (kv-used). Default: "
+        f"{OWNER_POLICIES[0]}.",
+    )
+    group.add_argument(
+        "--tknp-expected-output-tokens",
+        type=int,
+        default=default.expected_output_tokens,
+        help="The most output tokens for which a request's owner must have room. A request may "
+        "still generate all that it asks for; when many do, SGLang retracts. Default: no cap for "
+        f"a request that names a length, {DEFAULT_EXPECTED_OUTPUT} for one that names none.",
+    )
+    group.add_argument(
+        "--tknp-max-overtakes",
+        type=int,
+        default=default.max_overtakes,
+        help="How many later, smaller requests may pass a request that waits for an owner. 0 is "
+        f"strict order of arrival. Default: {DEFAULT_MAX_OVERTAKES}.",
+    )
+    group.add_argument(
+        "--tknp-prefix-slack",
+        type=int,
+        default=default.prefix_slack,
+        help="Prefix affinity: an owner that has seen the longest part of a prompt gets it, if it "
+        "has at most this many KV tokens more load than the least loaded owner. Default: off.",
+    )
 
 
 def from_cli_args(args: argparse.Namespace) -> TknpConfig:
+    names = [field.name for field in fields(TknpConfig) if field.name != "enable"]
     return TknpConfig(
-        enable=args.enable_tknp,
-        layer_blocks=args.tknp_layer_blocks,
-        exchange_timeout=args.tknp_exchange_timeout,
-        device_memory_gb=args.tknp_device_memory_gb,
+        enable=args.enable_tknp, **{name: getattr(args, f"tknp_{name}") for name in names}
     )

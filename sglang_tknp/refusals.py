@@ -57,6 +57,13 @@ REFUSALS = (
         fix="use --attn-dp-size for TKNP's nodes",
     ),
     Refusal(
+        field="load_balance_method",
+        flag="--load-balance-method",
+        stock=("auto",),
+        reason="TKNP's controller places requests by the KV that owners can hold",
+        fix="use --tknp-owner-policy",
+    ),
+    Refusal(
         field="speculative_algorithm",
         flag="--speculative-algorithm",
         stock=(),

@@ -37,6 +37,11 @@ def _resolve_layout(server_args: Any) -> None:
             f"--tknp-device-memory-gb={settings.device_memory_gb:g} works on TKNP's CPU platform "
             "only: a GPU's memory is what it has; use --mem-fraction-static or --max-total-tokens"
         )
+    if settings.prefix_slack is not None and server_args.disable_radix_cache:
+        raise ValueError(
+            f"--tknp-prefix-slack={settings.prefix_slack} does nothing with --disable-radix-cache: "
+            "no owner keeps a prefix; leave one of them out"
+        )
     num_nodes = refusals.num_nodes_of(
         server_args.tp_size, server_args.attn_dp_size, server_args.nnodes
     )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sglang_tknp.config import (
     DEFAULT_EXCHANGE_TIMEOUT,
     ENV_PREFIX,
+    OWNER_POLICIES,
     TknpConfig,
     add_cli_args,
     from_cli_args,
@@ -23,12 +24,20 @@ CONFIGS = st.builds(
     layer_blocks=st.none() | st.text("0123456789,", min_size=1),
     exchange_timeout=POSITIVE,
     device_memory_gb=st.none() | POSITIVE,
+    owner_policy=st.sampled_from(OWNER_POLICIES),
+    expected_output_tokens=st.none() | st.integers(1, 1 << 30),
+    max_overtakes=st.integers(0, 1000),
+    prefix_slack=st.none() | st.integers(0, 1 << 30),
 )
 FLAGS = [
     "--enable-tknp",
     "--tknp-layer-blocks",
     "--tknp-exchange-timeout",
     "--tknp-device-memory-gb",
+    "--tknp-owner-policy",
+    "--tknp-expected-output-tokens",
+    "--tknp-max-overtakes",
+    "--tknp-prefix-slack",
 ]
 
 
@@ -57,15 +66,26 @@ def test_the_environment_carries_every_setting(config: TknpConfig, stale: TknpCo
 
 def test_the_variables_names_and_values() -> None:
     env = {"OTHER": "1"}
-    TknpConfig(enable=True, layer_blocks="16,14", exchange_timeout=2.5, device_memory_gb=8).to_env(
-        env
-    )
+    TknpConfig(
+        enable=True,
+        layer_blocks="16,14",
+        exchange_timeout=2.5,
+        device_memory_gb=8,
+        owner_policy="kv-used",
+        expected_output_tokens=512,
+        max_overtakes=0,
+        prefix_slack=0,
+    ).to_env(env)
     assert env == {
         "OTHER": "1",
         "SGLANG_TKNP_ENABLE": "1",
         "SGLANG_TKNP_LAYER_BLOCKS": "16,14",
         "SGLANG_TKNP_EXCHANGE_TIMEOUT": "2.5",
         "SGLANG_TKNP_DEVICE_MEMORY_GB": "8",
+        "SGLANG_TKNP_OWNER_POLICY": "kv-used",
+        "SGLANG_TKNP_EXPECTED_OUTPUT_TOKENS": "512",
+        "SGLANG_TKNP_MAX_OVERTAKES": "0",
+        "SGLANG_TKNP_PREFIX_SLACK": "0",
     }
 
 

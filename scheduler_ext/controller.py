@@ -1,0 +1,246 @@
+"""The data-parallel controller under TKNP: every request gets the owner that can hold it.
+
+    tokenizer --[header, request]--> controller --[request]--> owner
+    owner     --[report]-----------> controller --[refusal]--> tokenizer
+
+It stands in for the loop of SGLang's controller and keeps all else of it: its worker sockets, and
+what it does with control messages. It blocks on its sockets. A request is placed by its header,
+and its frame is passed on untouched.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+import zmq
+
+from sglang_tknp import compat, compat_ipc
+from sglang_tknp.config import TknpConfig
+from sglang_tknp.scheduler_ext.admission import AdmissionSettings
+from sglang_tknp.scheduler_ext.assigner import Assigner, AssignerSettings
+from sglang_tknp.scheduler_ext.forward import header_of
+from sglang_tknp.scheduler_ext.guard import first_line, say
+from sglang_tknp.scheduler_ext.messages import Header, Report, decode_header, decode_report
+from sglang_tknp.scheduler_ext.metrics import ControllerMetrics
+from sglang_tknp.scheduler_ext.policy import Request
+from sglang_tknp.scheduler_ext.view import pool_state, waiting_line
+
+logger = logging.getLogger(__name__)
+
+FIRST_REPORT_SECONDS = 60.0
+HEARTBEAT_SECONDS = 1.0
+FIRST_WAITING_LOG_SECONDS = 1.0
+WAITING_LOG_SECONDS = 10.0
+# Messages of one socket before the other has its turn.
+TURN = 256
+
+
+def around_event_loop(original: Callable[..., None], stock: Any) -> None:
+    """Target: DataParallelController.event_loop; runs instead of it."""
+    try:
+        Controller(stock).run()
+    except Exception as error:
+        say(f"the data-parallel controller stops: {type(error).__name__}: {first_line(error)}")
+        raise
+
+
+def read_settings(config: TknpConfig) -> AssignerSettings:
+    """TKNP's settings, and SGLang's for queues."""
+    sglang = compat_ipc.queue_settings()
+    admission = AdmissionSettings(
+        expected_output_tokens=config.expected_output_tokens,
+        max_new_tokens=sglang.max_new_tokens,
+        priorities=sglang.priorities,
+        low_values_first=sglang.low_values_first,
+    )
+    return AssignerSettings(
+        by_used=config.owner_policy == "kv-used",
+        max_overtakes=config.max_overtakes,
+        prefix_slack=config.prefix_slack,
+        max_queued=sglang.max_queued,
+        waiting_timeout=sglang.timeout,
+        admission=admission,
+    )
+
+
+class Controller:
+    """The sockets around an Assigner."""
+
+    def __init__(self, stock: Any) -> None:
+        """`stock`: SGLang's controller, its schedulers ready."""
+        self.stock = stock
+        self.workers = stock.workers  # PUSH sockets to the owners, in order
+        self.requests = stock.recv_from_tokenizer
+        self.report_address = compat_ipc.report_address(stock.port_args)
+        self.reports = compat_ipc.pull_socket(stock.context, self.report_address)
+        self.replies = compat_ipc.push_socket(stock.context, stock.port_args.tokenizer_ipc_name)
+        self.poller = zmq.Poller()
+        self.config = TknpConfig.from_env()
+        self.settings = read_settings(self.config)
+        self.assigner = Assigner(len(self.workers), self.settings, self.send, self.refuse)
+        self.metrics = ControllerMetrics(self.assigner) if compat.metrics_enabled() else None
+        self.health_turns = itertools.cycle(range(len(self.workers)))
+        # Aborts of requests that their owners had not received: (owner, number) -> rid.
+        self.early_aborts: dict[tuple[int, int], str] = {}
+        self.log_level = logging.INFO if stock.server_args.log_requests else logging.DEBUG
+        self.waiting_log_due = 0.0
+
+    def run(self) -> None:
+        self.poller.register(self.reports, zmq.POLLIN)
+        self.await_owners()
+        self.poller.register(self.requests, zmq.POLLIN)
+        while True:
+            self.turn(HEARTBEAT_SECONDS)
+
+    def await_owners(self) -> None:
+        """Nobody is placed before every owner has told what it can hold.
+
+        Raises:
+            TimeoutError: an owner did not report; names it and the address.
+        """
+        deadline = time.monotonic() + FIRST_REPORT_SECONDS
+        accounts = self.assigner.ledger.accounts
+        while missing := [owner for owner, account in enumerate(accounts) if not account.alive]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"no report of node(s) {missing} at {self.report_address} within "
+                    f"{FIRST_REPORT_SECONDS:.0f} s; is that port open between the hosts?"
+                )
+            self.turn(HEARTBEAT_SECONDS)
+        capacities = ", ".join(f"node {i}: {a.capacity}" for i, a in enumerate(accounts))
+        logger.info("TKNP assigns owners by %s; KV tokens %s", self.config.owner_policy, capacities)
+
+    def turn(self, seconds: float) -> None:
+        """Wait for messages, take them, and do what time demands."""
+        self.stock.soft_watchdog.feed()
+        expiry = self.assigner.next_expiry()
+        if expiry is not None:
+            seconds = min(seconds, max(0.0, expiry - time.monotonic()))
+        ready = dict(self.poller.poll(int(seconds * 1000) + 1))
+        if self.reports in ready:
+            self.drain(self.reports, self.on_report)
+        if self.requests in ready:
+            self.drain(self.requests, self.on_message)
+        now = time.monotonic()
+        self.assigner.expire(now)
+        self.log_waiting(now)
+        if self.metrics is not None:
+            self.metrics.update_when_due(now)
+
+    @staticmethod
+    def drain(socket: Any, handle: Callable[[list[Any]], None]) -> None:
+        for _ in range(TURN):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            handle(frames)
+
+    def on_report(self, frames: list[Any]) -> None:
+        """A report that cannot be read, or of no owner of ours, is left out with a warning."""
+        try:
+            report = decode_report(frames[0].buffer)
+            drifts = self.assigner.on_report(report, time.monotonic())
+        except (msgspec.DecodeError, ValueError) as error:
+            logger.warning("TKNP's controller got a report that it cannot use: %s", error)
+            return
+        for drift in drifts:
+            logger.warning(
+                "TKNP's ledger healed: owner %d, request %s: %s", drift.owner, drift.rid, drift.what
+            )
+        if self.early_aborts:
+            self.repeat_aborts(report)
+
+    def on_message(self, frames: list[Any]) -> None:
+        """A request behind its header, or any message of SGLang's in one frame."""
+        if len(frames) == 2:
+            self.on_request(decode_header(frames[0].buffer), frames[1])
+            return
+        message = compat_ipc.decode_message(frames[0].buffer)
+        requests = compat_ipc.generate_requests(message)
+        for request in requests:
+            header = header_of(request, with_prefix=self.settings.prefix_slack is not None)
+            self.on_request(header, compat_ipc.encode_message(request))
+        if not requests:
+            self.on_control(message)
+
+    def on_request(self, header: Header, frame: Any) -> None:
+        if compat_ipc.is_health_check(header.rid):
+            owner = header.routed_dp_rank
+            if owner is None or not 0 <= owner < len(self.workers):
+                owner = next(self.health_turns)
+            self.workers[owner].send(frame, copy=False)
+        else:
+            self.assigner.on_request(header, frame, time.monotonic())
+
+    def on_control(self, message: Any) -> None:
+        kind = type(message).__name__
+        if kind == "AbortReq":
+            self.on_abort(message)
+        elif kind == "FlushCacheReqInput" and self.assigner.prefixes is not None:
+            self.assigner.prefixes.clear()
+        elif kind == "GetInternalStateReq":
+            self.tell_state()
+        compat_ipc.dispatch_control(self.stock, message)
+        if kind == "ActiveRanksOutput":
+            self.assigner.on_status(self.stock.status, time.monotonic())
+
+    def on_abort(self, message: Any) -> None:
+        """Waiting requests end here; the others at their owners, as in SGLang."""
+        for request in self.assigner.on_abort(message.rid, everything=message.abort_all):
+            self.reply(request.rid, request.reply_to, message.finished_reason, None)
+        for owner, account in enumerate(self.assigner.ledger.accounts):
+            for number, _ in account.in_flight:
+                reservation = account.requests.get(number)
+                if reservation and (message.abort_all or reservation.rid.startswith(message.rid)):
+                    self.early_aborts[owner, number] = reservation.rid
+
+    def repeat_aborts(self, report: Report) -> None:
+        """An abort takes another way than its request, and may have come before it."""
+        requests = self.assigner.ledger.accounts[report.owner].requests
+        for (owner, number), rid in list(self.early_aborts.items()):
+            if owner == report.owner and number < report.received:
+                del self.early_aborts[owner, number]
+                if number in requests:
+                    again = compat_ipc.abort_message(rid, None, None, None)
+                    compat_ipc.dispatch_control(self.stock, again)
+
+    def send(self, request: Request, owner: int, waited: float) -> None:
+        self.workers[owner].send(request.payload, copy=False)
+        logger.log(
+            self.log_level,
+            "Request %s: owner %d, %d KV tokens reserved, waited %.3f s",
+            request.rid,
+            owner,
+            request.tokens,
+            waited,
+        )
+        if self.metrics is not None:
+            self.metrics.sent(owner, waited)
+
+    def refuse(self, rid: str, reply_to: str | None, status: HTTPStatus, message: str) -> None:
+        logger.log(self.log_level, "Request %s: refused, %s", rid, message)
+        reason = {"type": "abort", "status_code": int(status), "message": message}
+        self.reply(rid, reply_to, reason, message)
+
+    def reply(self, rid: str, reply_to: str | None, reason: Any, text: str | None) -> None:
+        message = compat_ipc.abort_message(rid, reply_to, reason, text)
+        self.replies.send(compat_ipc.encode_message(message))
+
+    def tell_state(self) -> None:
+        from sglang_tknp.scheduler_ext.pool_state import PoolState
+
+        state = PoolState(state=pool_state(self.assigner, self.config))
+        self.replies.send(compat_ipc.encode_message(state))
+
+    def log_waiting(self, now: float) -> None:
+        """Of a queue that lasts: a line now and then."""
+        if not self.assigner.queue:
+            self.waiting_log_due = now + FIRST_WAITING_LOG_SECONDS
+        elif now >= self.waiting_log_due:
+            self.waiting_log_due = now + WAITING_LOG_SECONDS
+            logger.info("%s", waiting_line(self.assigner, now))

@@ -1,0 +1,48 @@
+"""The controller as seen from outside: its part of /server_info, and its log line. Pure."""
+
+from typing import Any
+
+from sglang_tknp.config import TknpConfig
+from sglang_tknp.scheduler_ext.assigner import Assigner
+
+
+def pool_state(assigner: Assigner, config: TknpConfig) -> dict[str, Any]:
+    """For /server_info; `owners` is in order of nodes, tokens are KV tokens."""
+    return {
+        "policy": config.owner_policy,
+        "expected_output_tokens": config.expected_output_tokens,
+        "max_overtakes": config.max_overtakes,
+        "prefix_slack": config.prefix_slack,
+        "waiting": len(assigner.queue),
+        "overtakes": assigner.queue.overtakes,
+        "prefix_hits": assigner.policy.prefix_hits,
+        "refusals": dict(assigner.refusals),
+        "owners": [owner_state(assigner, owner) for owner in range(len(assigner.sent))],
+    }
+
+
+def owner_state(assigner: Assigner, owner: int) -> dict[str, int]:
+    account = assigner.ledger.accounts[owner]
+    return {
+        "capacity": account.capacity,
+        "reserved": account.reserved,
+        "used": account.used,
+        "requests": len(account.requests),
+        "queued": account.waiting,
+        "waiting": assigner.queue.waiting_for(owner),
+        "sent": assigner.sent[owner],
+        "retractions": account.retractions,
+        "drifts": assigner.drifts[owner],
+    }
+
+
+def waiting_line(assigner: Assigner, now: float) -> str:
+    """One line on a queue that is not empty."""
+    first = next(iter(assigner.queue))
+    rooms = assigner.ledger.rooms
+    owner = max(range(len(rooms)), key=rooms.__getitem__)
+    return (
+        f"TKNP: requests that wait for an owner: {len(assigner.queue)}; the first has waited "
+        f"{now - first.arrived:.1f} s for {first.tokens} KV tokens, and the most room is "
+        f"{max(rooms[owner], 0)} on node {owner}"
+    )
