@@ -53,7 +53,7 @@ class OwnerReporter:
         numbers = [n for rid in rids if (n := self.numbers.pop(rid, None)) is not None]
         if numbers:
             for number in numbers:
-                self.retractions += getattr(self.requests.pop(number), "retraction_count", 0)
+                self.retractions += self.requests.pop(number).retraction_count
             self.send(tuple(numbers))
 
     def report_when_due(self) -> None:
@@ -69,7 +69,9 @@ class OwnerReporter:
 
     def send(self, ended: tuple[int, ...], *, absolute: bool = False) -> None:
         """A lost report is made up for by the next absolute one."""
-        live = [Live(n, r.rid, self._context(r)) for n, r in self.requests.items()]
+        live = None
+        if absolute:
+            live = tuple(Live(n, r.rid, self._context(r)) for n, r in self.requests.items())
         self.seq += 1
         report = Report(
             owner=self.owner,
@@ -80,11 +82,12 @@ class OwnerReporter:
             page_size=self.page_size,
             context_length=int(self.scheduler.model_config.context_len),
             received=self.received,
-            used=sum(request.context_tokens for request in live),
+            used=sum(map(self._context, self.requests.values())),
             waiting=len(self.scheduler.waiting_queue),
-            retractions=self.retractions + sum(map(_retractions, self.requests.values())),
+            retractions=self.retractions
+            + sum(request.retraction_count for request in self.requests.values()),
             ended=ended,
-            live=tuple(live) if absolute else None,
+            live=live,
         )
         with contextlib.suppress(zmq.Again):
             self.socket.send(encode(report), zmq.NOBLOCK)
@@ -96,10 +99,6 @@ class OwnerReporter:
 
     def _context(self, request: Any) -> int:
         return whole_pages(request.seqlen, self.page_size)
-
-
-def _retractions(request: Any) -> int:
-    return int(getattr(request, "retraction_count", 0))
 
 
 _reporter: OwnerReporter | None = None
