@@ -48,6 +48,7 @@ lint: venv
 bench: venv
 	$(PYTHON) bench/exchange.py
 	$(PYTHON) bench/idle.py
+	$(PYTHON) bench/controller.py
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

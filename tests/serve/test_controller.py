@@ -128,7 +128,7 @@ def test_tokens_are_stocks_and_owners_share(pool: Server, stock_tokens: Any) -> 
 
 
 def test_case_13_owners_without_rows_are_ordinary(pool: Server, stock_tokens: Any) -> None:
-    """Prior art, case 13: an idle rank crashed; here one node, root and owner alike, has no rows."""
+    """Prior art, case 13: an idle rank crashed; here one node, root and owner, has no rows."""
     for owner in (0, 1):
         reply = generate(pool, PROMPTS[3], routed_dp_rank=owner)
         assert reply["meta_info"]["dp_rank"] == owner
