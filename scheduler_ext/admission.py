@@ -50,9 +50,10 @@ def admit(
         RefusedError: it asks for an owner that there is not, or for more than any could hold.
     """
     owner = header.routed_dp_rank
+    accounts = [a for a in ledger.accounts if a.serving] or ledger.accounts
     if owner is not None:
         _check_owner(owner, ledger)
-    accounts = ledger.accounts if owner is None else [ledger.accounts[owner]]
+        accounts = [ledger.accounts[owner]]
     page_size = max(account.page_size for account in accounts)
     largest = max(account.capacity for account in accounts)
     tokens = header.input_tokens + _output(header, accounts, largest, settings)

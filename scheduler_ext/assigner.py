@@ -14,8 +14,9 @@ from sglang_tknp.config import DEFAULT_MAX_OVERTAKES
 from sglang_tknp.scheduler_ext.admission import AdmissionSettings, RefusedError, admit
 from sglang_tknp.scheduler_ext.ledger import Drift, Ledger
 from sglang_tknp.scheduler_ext.messages import Header, Report
-from sglang_tknp.scheduler_ext.policy import Policy, Request, WaitingQueue
+from sglang_tknp.scheduler_ext.policy import Policy, Request
 from sglang_tknp.scheduler_ext.prefixes import PrefixIndex
+from sglang_tknp.scheduler_ext.waiting import WaitingQueue
 
 # (rid, return route, status, message)
 Refuse = Callable[[str, str | None, HTTPStatus, str], None]
@@ -53,6 +54,8 @@ class Assigner:
 
     def on_request(self, header: Header, payload: Any, now: float) -> None:
         """Send a new request to its owner, let it wait, or refuse it."""
+        if (forgotten := self.queue.get(header.rid)) is not None:
+            self.queue.remove(forgotten)  # SGLang's tokenizer knows one request of a rid
         try:
             request = admit(header, payload, now, self.ledger, self.settings.admission)
         except RefusedError as refused:

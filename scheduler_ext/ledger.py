@@ -173,6 +173,7 @@ class Ledger:
         account.used = report.used
         account.waiting = report.waiting
         account.retractions = report.retractions
+        account.next_number = max(account.next_number, report.received)
         in_flight = account.in_flight
         while in_flight and in_flight[0][0] < report.received:
             account.unseen -= in_flight.popleft()[1]
@@ -192,7 +193,6 @@ class Ledger:
                 account.requests[number] = Reservation(request.rid, tokens, tokens)
                 account.reserved += tokens
                 drifts.append(Drift(report.owner, request.rid, "there, but not reserved"))
-        account.next_number = max(account.next_number, report.received)
         return drifts
 
     @staticmethod

@@ -15,7 +15,7 @@ def block_hashes(token_ids: Sequence[int], namespace: Any = None) -> tuple[int, 
     """The hash of every prefix of whole blocks, shortest first.
 
     Args:
-        token_ids: an array of integers, or a sequence of them.
+        token_ids: SGLang's array; other types are hashed too, but not alike.
         namespace: keeps prefixes apart that must not share KV, though their tokens are equal.
 
     The hashes are of this process: they mean nothing to another.
@@ -41,12 +41,11 @@ class PrefixIndex:
         """The owners that have seen the longest part of a prefix, and its length in tokens."""
         holders: set[int] = set()
         depth = 0
-        for block in prefix:
+        for block in prefix:  # who has seen one has seen all before it
             there = self.owners.get(block)
-            both = there & holders if there and depth else there
-            if not both:
+            if not there:
                 break
-            holders, depth = both, depth + 1
+            holders, depth = there, depth + 1
         return holders, depth * BLOCK_TOKENS
 
     def add(self, owner: int, prefix: Sequence[int], capacity: int) -> None:

@@ -11,25 +11,14 @@ from sglang_tknp.scheduler_ext.assigner import Assigner, AssignerSettings
 from sglang_tknp.scheduler_ext.ledger import Ledger
 from sglang_tknp.scheduler_ext.messages import Header, Live, Report
 from sglang_tknp.scheduler_ext.view import pool_state, waiting_line
+from tests import reports
 
 CAPACITY = 1000
 
 
 def report(owner: int, seq: int = 1, **state: Any) -> Report:
-    whole = {
-        "owner": owner,
-        "epoch": 1,
-        "seq": seq,
-        "capacity": CAPACITY,
-        "max_requests": 100,
-        "page_size": 1,
-        "context_length": 4096,
-        "received": 0,
-        "used": 0,
-        "waiting": 0,
-        **state,
-    }
-    return Report(**whole)
+    whole = {"capacity": CAPACITY, "max_requests": 100, "context_length": 4096, **state}
+    return reports.report(owner, seq, **whole)
 
 
 class Pool:

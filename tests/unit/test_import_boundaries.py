@@ -17,7 +17,16 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("sglang_tknp", "scheduler_ext", "model_ext", "launch")
 PURE = ("topology", "placement", "layout", "checkpoint", "config", "refusals", "plugin")
 # Pure too, but they live in an extension: the planner simulates pools with them.
-PURE_CONTROLLER = ("messages", "ledger", "prefixes", "policy", "admission", "assigner", "view")
+PURE_CONTROLLER = (
+    "messages",
+    "ledger",
+    "prefixes",
+    "policy",
+    "waiting",
+    "admission",
+    "assigner",
+    "view",
+)
 PRIVATE = ("sglang_tknp/compat.py", "sglang_tknp/compat_ipc.py")
 BARE = {"scheduler_ext", "model_ext", "launch"}
 EXTENSIONS = tuple(f"sglang_tknp.{folder}" for folder in sorted(BARE))

@@ -20,8 +20,9 @@ from sglang_tknp.scheduler_ext import controller as module
 from sglang_tknp.scheduler_ext import forward
 from sglang_tknp.scheduler_ext.assigner import Assigner, AssignerSettings
 from sglang_tknp.scheduler_ext.controller import Controller
-from sglang_tknp.scheduler_ext.messages import Live, Report, decode_header, encode
+from sglang_tknp.scheduler_ext.messages import Live, decode_header, encode
 from sglang_tknp.scheduler_ext.pool_state import PoolState
+from tests import reports
 
 pytestmark = pytest.mark.upstream
 
@@ -84,20 +85,9 @@ class Pool:
 
     def report(self, owner: int, **state: Any) -> None:
         self.seqs[owner] += 1
-        whole = {
-            "owner": owner,
-            "epoch": 1,
-            "seq": self.seqs[owner],
-            "capacity": CAPACITY,
-            "max_requests": 100,
-            "page_size": 1,
-            "context_length": 4096,
-            "received": 0,
-            "used": 0,
-            "waiting": 0,
-            **state,
-        }
-        self.controller.on_report([zmq.Frame(encode(Report(**whole)))])
+        whole = {"capacity": CAPACITY, "max_requests": 100, "context_length": 4096, **state}
+        frame = zmq.Frame(encode(reports.report(owner, self.seqs[owner], **whole)))
+        self.controller.on_report([frame])
 
     def ask(self, *messages: Any) -> None:
         """As the tokenizer sends: requests behind their headers, all else in one frame."""
