@@ -20,9 +20,8 @@ import zmq
 
 from sglang_tknp import compat, compat_ipc
 from sglang_tknp.config import TknpConfig
-from sglang_tknp.scheduler_ext.admission import AdmissionSettings
 from sglang_tknp.scheduler_ext.assigner import Assigner, AssignerSettings
-from sglang_tknp.scheduler_ext.forward import header_of
+from sglang_tknp.scheduler_ext.forward import admission_settings, header_of
 from sglang_tknp.scheduler_ext.guard import first_line, say
 from sglang_tknp.scheduler_ext.messages import Header, Report, decode_header, decode_report
 from sglang_tknp.scheduler_ext.metrics import ControllerMetrics
@@ -51,19 +50,13 @@ def around_event_loop(original: Callable[..., None], stock: Any) -> None:
 def read_settings(config: TknpConfig) -> AssignerSettings:
     """TKNP's settings, and SGLang's for queues."""
     sglang = compat_ipc.queue_settings()
-    admission = AdmissionSettings(
-        expected_output_tokens=config.expected_output_tokens,
-        max_new_tokens=sglang.max_new_tokens,
-        priorities=sglang.priorities,
-        low_values_first=sglang.low_values_first,
-    )
     return AssignerSettings(
         by_used=config.owner_policy == "kv-used",
         max_overtakes=config.max_overtakes,
         prefix_slack=config.prefix_slack,
         max_queued=sglang.max_queued,
         waiting_timeout=sglang.timeout,
-        admission=admission,
+        admission=admission_settings(config),
     )
 
 
@@ -113,6 +106,7 @@ class Controller:
             self.turn(HEARTBEAT_SECONDS)
         capacities = ", ".join(f"node {i}: {a.capacity}" for i, a in enumerate(accounts))
         logger.info("TKNP assigns owners by %s; KV tokens %s", self.config.owner_policy, capacities)
+        self.tell_state()
 
     def turn(self, seconds: float) -> None:
         """Wait for messages, take them, and do what time demands."""
@@ -224,7 +218,7 @@ class Controller:
 
     def refuse(self, rid: str, reply_to: str | None, status: HTTPStatus, message: str) -> None:
         logger.log(self.log_level, "Request %s: refused, %s", rid, message)
-        reason = {"type": "abort", "status_code": int(status), "message": message}
+        reason = {"type": "abort", "status_code": status, "message": message}
         self.reply(rid, reply_to, reason, message)
 
     def reply(self, rid: str, reply_to: str | None, reason: Any, text: str | None) -> None:

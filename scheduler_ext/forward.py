@@ -7,9 +7,12 @@ are encoded once here and decoded once by the owner.
 from collections.abc import Callable
 from typing import Any
 
-from sglang_tknp import compat_ipc
+from sglang_tknp import compat, compat_ipc
 from sglang_tknp.config import TknpConfig
+from sglang_tknp.scheduler_ext.admission import AdmissionSettings
+from sglang_tknp.scheduler_ext.gate import Gate
 from sglang_tknp.scheduler_ext.messages import Header, encode
+from sglang_tknp.scheduler_ext.metrics import refusal_counter
 from sglang_tknp.scheduler_ext.prefixes import block_hashes
 
 
@@ -28,28 +31,42 @@ def header_of(request: Any, *, with_prefix: bool) -> Header:
     )
 
 
+def admission_settings(config: TknpConfig) -> AdmissionSettings:
+    """TKNP's settings, and SGLang's, for what a request may ask."""
+    sglang = compat_ipc.queue_settings()
+    return AdmissionSettings(
+        expected_output_tokens=config.expected_output_tokens,
+        max_new_tokens=sglang.max_new_tokens,
+        priorities=sglang.priorities,
+        low_values_first=sglang.low_values_first,
+    )
+
+
 def after_init_request_dispatcher(result: Any, manager: Any) -> None:
     """Target: TokenizerManager.init_request_dispatcher: takes what the controller tells."""
+    from sglang_tknp.scheduler_ext.pool_state import PoolState
+
     config = TknpConfig.from_env()
-    manager.tknp_forwards = config.enable
     manager.tknp_with_prefix = config.prefix_slack is not None
-    manager.tknp_pool_state = None
+    manager.tknp_gate = None
     if config.enable:
-        from sglang_tknp.scheduler_ext.pool_state import PoolState
-
-        def keep(message: PoolState) -> None:
-            manager.tknp_pool_state = message.state
-
-        compat_ipc.on_message_to_tokenizer(manager, PoolState, keep)
+        metric = refusal_counter() if compat.metrics_enabled() else None
+        manager.tknp_gate = Gate(admission_settings(config), metric)
+        compat_ipc.on_message_to_tokenizer(
+            manager, PoolState, lambda message: manager.tknp_gate.keep(message.state)
+        )
 
 
 def around_dispatch_to_scheduler(original: Callable[..., None], manager: Any, obj: Any) -> None:
     """Target: TokenizerManager._dispatch_to_scheduler."""
-    requests = compat_ipc.generate_requests(obj) if manager.tknp_forwards else []
+    requests = compat_ipc.generate_requests(obj) if manager.tknp_gate is not None else []
     if not requests:
         original(manager, obj)
-    for request in requests:
-        header = header_of(request, with_prefix=manager.tknp_with_prefix)
+        return
+    headers = [header_of(r, with_prefix=manager.tknp_with_prefix) for r in requests]
+    for header in headers:
+        manager.tknp_gate.check(header)
+    for header, request in zip(headers, requests, strict=True):
         frames = [encode(header), compat_ipc.encode_message(request)]
         manager.send_to_scheduler.send_multipart(frames, copy=False)
 
@@ -60,10 +77,6 @@ async def around_get_internal_state(original: Callable[..., Any], manager: Any) 
     The controller sends its state before it passes the question on to the nodes.
     """
     states = await original(manager)
-    if manager.tknp_forwards and manager.tknp_pool_state is not None:
-        pool = dict(manager.tknp_pool_state)
-        owners = pool.pop("owners")
-        for state in states:
-            state["tknp"]["ledger"] = owners[state["tknp"]["node"]]
-            state["tknp"]["controller"] = pool
+    if manager.tknp_gate is not None:
+        manager.tknp_gate.add_to(states)
     return states

@@ -1,5 +1,6 @@
 """TKNP's Prometheus metrics, beside SGLang's own on /metrics (--enable-metrics)."""
 
+import functools
 import time
 from typing import Any
 
@@ -50,6 +51,14 @@ class ExchangeMetrics:
             self.reported[kind] = (traffic.messages, traffic.bytes)
 
 
+@functools.cache
+def refusal_counter() -> Any:
+    """One per process; the tokenizer and the controller count into the same metric."""
+    from prometheus_client import Counter
+
+    return Counter("sglang:tknp_refused_requests", "Requests that TKNP refused", ["reason"])
+
+
 class ControllerMetrics:
     """What the controller knows of its owners; one per process."""
 
@@ -92,9 +101,7 @@ class ControllerMetrics:
         self.prefix_hits = Counter(
             "sglang:tknp_prefix_hits", "Requests sent to an owner that holds their prefix"
         )
-        self.refusals = Counter(
-            "sglang:tknp_refused_requests", "Requests that the controller refused", ["reason"]
-        )
+        self.refusals = refusal_counter()
         self.queue_time = Histogram(
             "sglang:tknp_queue_time_seconds",
             "Seconds that a request waited in the controller for its owner",

@@ -25,6 +25,8 @@ def owner_state(assigner: Assigner, owner: int) -> dict[str, int]:
     account = assigner.ledger.accounts[owner]
     return {
         "capacity": account.capacity,
+        "page_size": account.page_size,
+        "context_length": account.context_length,
         "reserved": account.reserved,
         "used": account.used,
         "requests": len(account.requests),

@@ -18,10 +18,13 @@ from sglang_tknp import compat_ipc
 from sglang_tknp.config import TknpConfig
 from sglang_tknp.scheduler_ext import controller as module
 from sglang_tknp.scheduler_ext import forward
+from sglang_tknp.scheduler_ext.admission import AdmissionSettings
 from sglang_tknp.scheduler_ext.assigner import Assigner, AssignerSettings
 from sglang_tknp.scheduler_ext.controller import Controller
+from sglang_tknp.scheduler_ext.gate import Gate
 from sglang_tknp.scheduler_ext.messages import Live, decode_header, encode
 from sglang_tknp.scheduler_ext.pool_state import PoolState
+from sglang_tknp.scheduler_ext.view import pool_state
 from tests import reports
 
 pytestmark = pytest.mark.upstream
@@ -59,6 +62,7 @@ class Pool:
             log_level=10,
         )
         self.to_controller = to_controller
+        self.gate = SimpleNamespace(check=lambda header: None)
         self.seqs = [0] * NUM_OWNERS
         for owner in range(NUM_OWNERS):
             self.report(owner)
@@ -92,7 +96,7 @@ class Pool:
     def ask(self, *messages: Any) -> None:
         """As the tokenizer sends: requests behind their headers, all else in one frame."""
         manager = SimpleNamespace(
-            tknp_forwards=True, tknp_with_prefix=False, send_to_scheduler=self.to_controller
+            tknp_gate=self.gate, tknp_with_prefix=False, send_to_scheduler=self.to_controller
         )
         for message in messages:
             forward.around_dispatch_to_scheduler(self.stock_dispatch, manager, message)
@@ -217,6 +221,26 @@ def test_the_state_is_told_before_the_nodes_are_asked(pool: Pool) -> None:
     assert isinstance(state, PoolState)
     assert [owner["reserved"] for owner in state.state["owners"]] == [20, 0, 0]
     assert [type(m).__name__ for m in pool.received(0)][-1] == "GetInternalStateReq"
+
+
+def test_the_gate_refuses_what_the_pool_told_that_it_cannot_hold(pool: Pool) -> None:
+    """At the tokenizer ValueError is HTTP 400, also for a stream; and nothing is sent."""
+    pool.gate = Gate(AdmissionSettings())
+    pool.ask(request("early", 5000, 10))
+    assert [reply.rid for reply in pool.told()] == ["early"], "nothing told yet: it is sent"
+    pool.gate.keep(pool_state(pool.controller.assigner, TknpConfig()))
+    batch = [request("small"), request("huge", CAPACITY, 1)]
+    with pytest.raises(ValueError, match=f"needs {CAPACITY + 1} KV tokens"):
+        pool.ask(io_struct.BatchTokenizedGenerateReqInput(batch=batch))
+    with pytest.raises(ValueError, match="routed_dp_rank=3 is no node"):
+        pool.ask(request("nowhere", routed_dp_rank=3))
+    assert all(pool.received(owner) == [] for owner in range(NUM_OWNERS)) and pool.told() == []
+    pool.ask(request("exact", CAPACITY - 1, 1))
+    assert [r.rid for r in pool.received(0)] == ["exact"]
+    states = [{"tknp": {"node": node}} for node in (1, 0, 2)]
+    pool.gate.add_to(states)
+    assert states[0]["tknp"]["ledger"]["capacity"] == CAPACITY
+    assert states[0]["tknp"]["controller"]["refusals"] == {"too_large": 2, "unknown_owner": 1}
 
 
 def test_health_checks_need_no_room(pool: Pool) -> None:
