@@ -11,6 +11,8 @@ from sglang_tknp.scheduler_ext.policy import Request, expected_output
 
 # SGLang ends a request two tokens before the model's context is full.
 CONTEXT_MARGIN = 2
+# It takes no prompt that leaves an owner's pool fewer tokens than this for the output.
+INPUT_MARGIN = 5
 
 
 class RefusedError(Exception):
@@ -49,18 +51,15 @@ def admit(
     Raises:
         RefusedError: it asks for an owner that there is not, or for more than any could hold.
     """
-    owner = header.routed_dp_rank
-    accounts = [a for a in ledger.accounts if a.serving] or ledger.accounts
+    owner, largest = header.routed_dp_rank, ledger.largest
     if owner is not None:
         _check_owner(owner, ledger)
-        accounts = [ledger.accounts[owner]]
-    page_size = max(account.page_size for account in accounts)
-    largest = max(account.capacity for account in accounts)
-    tokens = header.input_tokens + _output(header, accounts, largest, settings)
+        largest = ledger.accounts[owner].capacity
+    tokens = header.input_tokens + _output(header, ledger, largest, settings)
     request = Request(
         rid=header.rid,
-        tokens=whole_pages(tokens, page_size),
-        input_tokens=whole_pages(header.input_tokens, page_size),
+        tokens=whole_pages(tokens, ledger.page_size),
+        input_tokens=whole_pages(header.input_tokens, ledger.page_size),
         only_owner=owner,
         level=settings.level(header.priority),
         prefix=header.prefix,
@@ -98,12 +97,14 @@ def _check_owner(owner: int, ledger: Ledger) -> None:
         )
 
 
-def _output(header: Header, accounts: Any, largest: int, settings: AdmissionSettings) -> int:
-    context = max(account.context_length for account in accounts)
-    limit = max(0, context - CONTEXT_MARGIN - header.input_tokens)
+def _output(header: Header, ledger: Ledger, largest: int, settings: AdmissionSettings) -> int:
+    limit = max(0, ledger.context_length - CONTEXT_MARGIN - header.input_tokens)
     if settings.max_new_tokens is not None:
         limit = min(limit, settings.max_new_tokens)
     if header.max_new_tokens is None:
         # A guess must not make a request too large that would fit with a shorter answer.
         limit = min(limit, max(1, largest - header.input_tokens))
-    return expected_output(header.max_new_tokens, settings.expected_output_tokens, limit)
+    output = expected_output(header.max_new_tokens, settings.expected_output_tokens, limit)
+    if header.input_tokens + INPUT_MARGIN > ledger.smallest:
+        return max(output, INPUT_MARGIN)
+    return output

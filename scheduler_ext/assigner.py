@@ -50,7 +50,8 @@ class Assigner:
         self.refusals: Counter[str] = Counter()  # by kind
         self.sent = [0] * num_owners
         self.drifts = [0] * num_owners
-        self._by_age: deque[Request] = deque()  # of the queue, and some that have left it
+        # (arrived, rid, arrival) of the queue, and of some that have left it.
+        self._by_age: deque[tuple[float, str, int]] = deque()
 
     def on_request(self, header: Header, payload: Any, now: float) -> None:
         """Send a new request to its owner, let it wait, or refuse it."""
@@ -65,11 +66,12 @@ class Assigner:
             return
         if not self.queue and (owner := self.policy.pick(request)) is not None:
             self._send(request, owner, now)
-        elif self._has_place(request):
+        else:
             self.queue.add(request)
-            if self.settings.waiting_timeout > 0:
-                self._by_age.append(request)
             self.assign(now)
+            self._check_queue_limit(request)
+            if self.settings.waiting_timeout > 0 and self.queue.get(request.rid) is request:
+                self._by_age.append((now, request.rid, request.arrival))
 
     def on_report(self, report: Report, now: float) -> list[Drift]:
         """Take an owner's report, and send who fits now."""
@@ -94,48 +96,49 @@ class Assigner:
         for request, owner in self.queue.take():
             self._send(request, owner, now)
 
-    def on_abort(self, rid: str, *, everything: bool) -> list[Request]:
+    def on_abort(self, rid: str, now: float, *, everything: bool) -> list[Request]:
         """Take the waiting requests that SGLang's rule names out of the queue; returns them."""
         gone = list(self.queue) if everything else self.queue.matching(rid)
         for request in gone:
             self.queue.remove(request)
+        self.assign(now)
         return gone
 
     def expire(self, now: float) -> None:
         """Refuse who has waited for too long."""
         while self._by_age:
-            request = self._by_age[0]
-            if self.queue.get(request.rid) is request:
-                if now - request.arrived < self.settings.waiting_timeout:
+            arrived, rid, arrival = self._by_age[0]
+            request = self.queue.get(rid)
+            if request is not None and request.arrival == arrival:
+                if now - arrived < self.settings.waiting_timeout:
                     return
                 self.queue.remove(request)
                 self._refuse_waiting(request, "timeout", "Request waiting timeout reached.")
             self._by_age.popleft()
+        self.assign(now)
 
     def next_expiry(self) -> float | None:
         """When `expire` has work, by the controller's clock."""
         if not self._by_age:
             return None
-        return self._by_age[0].arrived + self.settings.waiting_timeout
+        return self._by_age[0][0] + self.settings.waiting_timeout
 
     def _send(self, request: Request, owner: int, now: float) -> None:
         self.policy.reserve(request, owner)
         self.sent[owner] += 1
         self.send(request, owner, now - request.arrived)
 
-    def _has_place(self, request: Request) -> bool:
+    def _check_queue_limit(self, newest: Request) -> None:
         """SGLang's rule for a full queue: the newest of the least important is refused."""
         limit = self.settings.max_queued
-        if limit is None or len(self.queue) < limit:
-            return True
-        last = self.queue.last() if self.queue else request
-        if request.level < last.level:
-            self.queue.remove(last)
+        if limit is None or len(self.queue) <= limit or self.queue.get(newest.rid) is not newest:
+            return
+        last = self.queue.last()
+        message = "The request queue is full."
+        if last is not newest:
             message = "The request is aborted by a higher priority request."
-            self._refuse_waiting(last, "queue_full", message)
-            return True
-        self._refuse_waiting(request, "queue_full", "The request queue is full.")
-        return False
+        self.queue.remove(last)
+        self._refuse_waiting(last, "queue_full", message)
 
     def _refuse_waiting(self, request: Request, kind: str, message: str) -> None:
         status = HTTPStatus.SERVICE_UNAVAILABLE

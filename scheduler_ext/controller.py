@@ -23,6 +23,7 @@ from sglang_tknp.config import TknpConfig
 from sglang_tknp.scheduler_ext.assigner import Assigner, AssignerSettings
 from sglang_tknp.scheduler_ext.forward import admission_settings, header_of
 from sglang_tknp.scheduler_ext.guard import first_line, say
+from sglang_tknp.scheduler_ext.ledger import LOST
 from sglang_tknp.scheduler_ext.messages import Header, Report, decode_header, decode_report
 from sglang_tknp.scheduler_ext.metrics import ControllerMetrics
 from sglang_tknp.scheduler_ext.policy import Request
@@ -77,8 +78,8 @@ class Controller:
         self.assigner = Assigner(len(self.workers), self.settings, self.send, self.refuse)
         self.metrics = ControllerMetrics(self.assigner) if compat.metrics_enabled() else None
         self.health_turns = itertools.cycle(range(len(self.workers)))
-        # Aborts of requests that their owners had not received: (owner, number) -> rid.
-        self.early_aborts: dict[tuple[int, int], str] = {}
+        # Aborts of requests that their owners had not received, by (owner, rid).
+        self.early_aborts: dict[tuple[int, str], Any] = {}
         self.log_level = logging.INFO if stock.server_args.log_requests else logging.DEBUG
         self.waiting_log_due = 0.0
 
@@ -146,6 +147,9 @@ class Controller:
             logger.warning(
                 "TKNP's ledger healed: owner %d, request %s: %s", drift.owner, drift.rid, drift.what
             )
+            if drift.what == LOST:
+                status = HTTPStatus.SERVICE_UNAVAILABLE
+                self.refuse(drift.rid, None, status, f"The request was lost: {drift.what}.")
         if self.early_aborts:
             self.repeat_aborts(report)
 
@@ -157,10 +161,19 @@ class Controller:
         message = compat_ipc.decode_message(frames[0].buffer)
         requests = compat_ipc.generate_requests(message)
         for request in requests:
-            header = header_of(request, with_prefix=self.settings.prefix_slack is not None)
-            self.on_request(header, compat_ipc.encode_message(request))
+            self.on_bare_request(request)
         if not requests:
             self.on_control(message)
+
+    def on_bare_request(self, request: Any) -> None:
+        """One without a header: its sender is no tokenizer of ours."""
+        try:
+            header = header_of(request, with_prefix=self.settings.prefix_slack is not None)
+        except ValueError as error:
+            back = request.http_worker_ipc
+            self.refuse(str(request.rid), back, HTTPStatus.BAD_REQUEST, str(error))
+        else:
+            self.on_request(header, compat_ipc.encode_message(request))
 
     def on_request(self, header: Header, frame: Any) -> None:
         if compat_ipc.is_health_check(header.rid):
@@ -172,36 +185,45 @@ class Controller:
             self.assigner.on_request(header, frame, time.monotonic())
 
     def on_control(self, message: Any) -> None:
-        kind = type(message).__name__
-        if kind == "AbortReq":
+        kind = compat_ipc.control_kind(message)
+        if kind == "abort":
             self.on_abort(message)
-        elif kind == "FlushCacheReqInput" and self.assigner.prefixes is not None:
+        elif kind == "flush" and self.assigner.prefixes is not None:
             self.assigner.prefixes.clear()
-        elif kind == "GetInternalStateReq":
+        elif kind == "state":
             self.tell_state()
         compat_ipc.dispatch_control(self.stock, message)
-        if kind == "ActiveRanksOutput":
+        if kind == "status":
             self.assigner.on_status(self.stock.status, time.monotonic())
 
     def on_abort(self, message: Any) -> None:
         """Waiting requests end here; the others at their owners, as in SGLang."""
-        for request in self.assigner.on_abort(message.rid, everything=message.abort_all):
+        now = time.monotonic()
+        for request in self.assigner.on_abort(message.rid, now, everything=message.abort_all):
             self.reply(request.rid, request.reply_to, message.finished_reason, None)
         for owner, account in enumerate(self.assigner.ledger.accounts):
             for number, _ in account.in_flight:
-                reservation = account.requests.get(number)
-                if reservation and (message.abort_all or reservation.rid.startswith(message.rid)):
-                    self.early_aborts[owner, number] = reservation.rid
+                held = account.requests.get(number)
+                if held and (message.abort_all or held.rid.startswith(message.rid)):
+                    self.early_aborts[owner, held.rid] = message.finished_reason
 
     def repeat_aborts(self, report: Report) -> None:
         """An abort takes another way than its request, and may have come before it."""
-        requests = self.assigner.ledger.accounts[report.owner].requests
-        for (owner, number), rid in list(self.early_aborts.items()):
-            if owner == report.owner and number < report.received:
-                del self.early_aborts[owner, number]
-                if number in requests:
-                    again = compat_ipc.abort_message(rid, None, None, None)
-                    compat_ipc.dispatch_control(self.stock, again)
+        account = self.assigner.ledger.accounts[report.owner]
+        held = {r.rid: number for number, r in account.requests.items()}
+        for (owner, rid), reason in list(self.early_aborts.items()):
+            if owner != report.owner or held.get(rid, -1) >= report.received:
+                continue
+            del self.early_aborts[owner, rid]
+            # SGLang aborts by prefix: others must not be hit by a repetition.
+            if rid in held and not self.is_prefix_of_others(rid):
+                again = compat_ipc.abort_message(rid, None, reason, None)
+                compat_ipc.dispatch_control(self.stock, again)
+
+    def is_prefix_of_others(self, rid: str) -> bool:
+        accounts = self.assigner.ledger.accounts
+        rids = (r.rid for account in accounts for r in account.requests.values())
+        return any(other != rid and other.startswith(rid) for other in rids)
 
     def send(self, request: Request, owner: int, waited: float) -> None:
         self.workers[owner].send(request.payload, copy=False)

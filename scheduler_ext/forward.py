@@ -4,6 +4,7 @@ The controller places a request by its header alone. Its token ids, a megabyte f
 are encoded once here and decoded once by the owner.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,18 +18,39 @@ from sglang_tknp.scheduler_ext.prefixes import block_hashes
 
 
 def header_of(request: Any, *, with_prefix: bool) -> Header:
-    """The header of one of SGLang's tokenized requests."""
+    """The header of one of SGLang's tokenized requests.
+
+    Raises:
+        ValueError: the controller could not place it, though SGLang would run it.
+    """
     ids = request.input_ids
+    if not isinstance(request.rid, str):
+        raise ValueError(f"rid={request.rid!r} must be a string with --enable-tknp")
+    if request.session_params is not None and request.routed_dp_rank is None:
+        raise ValueError(
+            "session_params needs routed_dp_rank with --enable-tknp: a session lives on one node; "
+            "send the same routed_dp_rank with every request of it"
+        )
     prefix = block_hashes(ids, (request.extra_key, request.cache_salt)) if with_prefix else ()
     return Header(
         rid=request.rid,
         input_tokens=len(ids),
-        max_new_tokens=request.sampling_params.max_new_tokens,
+        max_new_tokens=_whole(request.sampling_params.max_new_tokens),
         priority=request.priority,
         routed_dp_rank=request.routed_dp_rank,
         http_worker_ipc=request.http_worker_ipc,
         prefix=prefix,
     )
+
+
+def _whole(max_new_tokens: Any) -> int | None:
+    """SGLang takes any number here, and stops at the first length that is not below it."""
+    if max_new_tokens is None:
+        return None
+    try:
+        return max(0, math.ceil(max_new_tokens))
+    except (TypeError, OverflowError, ValueError):
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be a number of tokens") from None
 
 
 def admission_settings(config: TknpConfig) -> AdmissionSettings:

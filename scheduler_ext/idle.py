@@ -26,6 +26,7 @@ class PeerSleeper:
         self.wake_socket = wake_socket
         self.peers = peers
         self.before_sleep: list[Callable[[], None]] = []
+        self.while_waiting: list[Callable[[], None]] = []
         self.poller = zmq.Poller()
         for socket in (*request_sockets, wake_socket):
             self.poller.register(socket, zmq.POLLIN)
@@ -38,6 +39,8 @@ class PeerSleeper:
 
     def rest_while_waiting(self) -> None:
         """This node has requests that cannot run: keep the peers stepping, and do not spin."""
+        for call in self.while_waiting:
+            call()
         self.wake_peers()
         self._rest(WAITING_MS)
 

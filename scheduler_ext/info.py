@@ -34,6 +34,7 @@ def start_reports(scheduler: Any, address: str) -> None:
     if reporter is not None:
         current_stage().step.after_step.append(reporter.report_when_due)
         scheduler.idle_sleeper.before_sleep.append(reporter.report_before_sleep)
+        scheduler.idle_sleeper.while_waiting.append(reporter.report_when_due)
 
 
 def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:

@@ -7,11 +7,11 @@ reports may come late, twice or out of order, and change nothing the second time
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_tknp.scheduler_ext.messages import Report
+from sglang_tknp.scheduler_ext.messages import Live, Report
 
 # A key of `Ledger.order` is load, running requests and owner in one integer: it sorts by them.
 _OWNER_BITS = 16
@@ -29,6 +29,13 @@ class Reservation(NamedTuple):
     rid: str
     tokens: int  # KV of the request's whole life, whole pages
     input_tokens: int  # KV of its input, whole pages
+
+
+# Kinds of drift.
+NOT_THERE = "reserved, but not there"
+NOT_RESERVED = "there, but not reserved"
+LOST = "it never reached its owner"
+STARTED_ANEW = "its owner started anew"
 
 
 class Drift(NamedTuple):
@@ -53,6 +60,7 @@ class Account:
     reserved: int = 0
     used: int = 0  # context tokens of what it had received when it last reported
     unseen: int = 0  # input tokens of what it had not
+    outgrown: int = 0  # what contexts had beyond their reservations, at its last absolute report
     in_flight: deque[tuple[int, int]] = field(default_factory=deque)  # (number, input tokens)
     waiting: int = 0
     retractions: int = 0
@@ -69,7 +77,7 @@ class Account:
     @property
     def held(self) -> int:
         """What no other request may take. Contexts can outgrow capped reservations."""
-        return max(self.reserved, self.used + self.unseen)
+        return max(self.reserved + self.outgrown, self.used + self.unseen)
 
 
 class Ledger:
@@ -91,6 +99,8 @@ class Ledger:
         self.accounts = [Account(key=owner) for owner in range(num_owners)]
         self.rooms = [-1] * num_owners
         self.order = list(range(num_owners))
+        self._most_room: int | None = None
+        self._measure()
 
     @staticmethod
     def owner_of(key: int) -> int:
@@ -100,8 +110,19 @@ class Ledger:
         account = self.accounts[owner]
         return account.current if self.by_used else account.held
 
-    def largest_capacity(self) -> int:
-        return max(account.capacity for account in self.accounts)
+    def most_room(self) -> int:
+        """The largest of `rooms`."""
+        if self._most_room is None:
+            self._most_room = max(self.rooms)
+        return self._most_room
+
+    def _measure(self) -> None:
+        """Of the owners that serve: what a request may ask of any of them."""
+        accounts = [a for a in self.accounts if a.serving] or self.accounts
+        self.largest = max(a.capacity for a in accounts)
+        self.smallest = min(a.capacity for a in accounts)
+        self.page_size = max(a.page_size for a in accounts)
+        self.context_length = max(a.context_length for a in accounts)
 
     def reserve(self, owner: int, rid: str, tokens: int, input_tokens: int) -> int:
         """Reserve `tokens` for a request that is now sent to `owner`; returns its number.
@@ -124,6 +145,7 @@ class Ledger:
     def set_serving(self, owner: int, serving: bool) -> None:
         """What SGLang says of an owner; one that does not serve takes nothing new."""
         self.accounts[owner].serving = serving
+        self._measure()
         self._reorder(owner, self.accounts[owner])
 
     def apply(self, report: Report) -> list[Drift]:
@@ -154,22 +176,24 @@ class Ledger:
     def _restart(self, report: Report, account: Account) -> list[Drift]:
         """A new process of an owner knows nothing of what the old one held."""
         lost = [
-            Drift(report.owner, reservation.rid, "its owner started anew")
+            Drift(report.owner, reservation.rid, STARTED_ANEW)
             for reservation in account.requests.values()
         ]
         account.requests.clear()
         account.in_flight.clear()
-        account.reserved = account.unseen = account.next_number = account.seq = 0
+        account.reserved = account.unseen = account.outgrown = 0
+        account.next_number = account.seq = 0
         account.epoch = report.epoch
         return lost
 
     def _take_state(self, report: Report, account: Account) -> None:
         account.seq = report.seq
         account.alive = True
-        account.capacity = report.capacity
         account.max_requests = report.max_requests
-        account.page_size = report.page_size
-        account.context_length = report.context_length
+        size = (report.capacity, report.page_size, report.context_length)
+        if size != (account.capacity, account.page_size, account.context_length):
+            account.capacity, account.page_size, account.context_length = size
+            self._measure()
         account.used = report.used
         account.waiting = report.waiting
         account.retractions = report.retractions
@@ -180,19 +204,55 @@ class Ledger:
 
     def _heal(self, report: Report, account: Account) -> list[Drift]:
         """Make the ledger what the owner says of the requests that it had received."""
-        drifts = []
-        live = {request.number: request for request in report.live or ()}
+        owner, live = report.owner, {request.number: request for request in report.live or ()}
+        drifts = self._renumber(report, account, live.values())
         for number, reservation in list(account.requests.items()):
-            here = live.get(number)
-            if number < report.received and (here is None or here.rid != reservation.rid):
+            if number < report.received and number not in live:
                 self._release(account, number)
-                drifts.append(Drift(report.owner, reservation.rid, "reserved, but not there"))
+                drifts.append(Drift(owner, reservation.rid, NOT_THERE))
+        account.outgrown = 0
         for number, request in live.items():
+            tokens = request.context_tokens
             if number not in account.requests:
-                tokens = request.context_tokens
                 account.requests[number] = Reservation(request.rid, tokens, tokens)
                 account.reserved += tokens
-                drifts.append(Drift(report.owner, request.rid, "there, but not reserved"))
+                drifts.append(Drift(owner, request.rid, NOT_RESERVED))
+            account.outgrown += max(0, tokens - account.requests[number].tokens)
+        return drifts
+
+    def _renumber(self, report: Report, account: Account, live: Iterable[Live]) -> list[Drift]:
+        """Count as the owner counts, after a request was lost on its way there, or counted twice.
+
+        A request under another number than here tells by how much all from it on are off.
+        """
+        drifts = []
+        for request in sorted(live, key=lambda r: r.number):
+            here = account.requests.get(request.number)
+            if here is not None and here.rid == request.rid:
+                continue
+            number = next((n for n, r in account.requests.items() if r.rid == request.rid), None)
+            if number is not None:
+                drifts += self._shift(report.owner, account, number, request.number - number)
+                self._recount_in_flight(account, report.received)
+            elif here is not None:
+                self._release(account, request.number)
+                drifts.append(Drift(report.owner, here.rid, NOT_THERE))
+        return drifts
+
+    @staticmethod
+    def _recount_in_flight(account: Account, received: int) -> None:
+        unseen = [(n, r.input_tokens) for n, r in account.requests.items() if n >= received]
+        account.in_flight = deque(unseen)
+        account.unseen = sum(tokens for _, tokens in unseen)
+
+    def _shift(self, owner: int, account: Account, first: int, by: int) -> list[Drift]:
+        """Move all numbers from `first` on; requests whose numbers they take never arrived."""
+        lost = [n for n in account.requests if first + by <= n < first]
+        drifts = [Drift(owner, account.requests[n].rid, LOST) for n in lost]
+        for number in lost:
+            self._release(account, number)
+        account.requests = {n + by * (n >= first): r for n, r in account.requests.items()}
+        account.next_number += by
         return drifts
 
     @staticmethod
@@ -205,7 +265,7 @@ class Ledger:
         """Put an owner at its new place; the hottest code of the controller."""
         current = account.used + account.unseen
         reserved = account.reserved
-        held = reserved if reserved > current else current
+        held = max(reserved + account.outgrown, current)
         num_requests = len(account.requests)
         load = current if self.by_used else held
         key = (load << _REQUEST_BITS | num_requests) << _OWNER_BITS | owner
@@ -215,6 +275,7 @@ class Ledger:
         account.key = key
         takes = account.alive and account.serving and num_requests < account.max_requests
         self.rooms[owner] = max(account.capacity - held, -1) if takes else -1
+        self._most_room = None
 
 
 def imbalance(loads: Sequence[int]) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_tknp.exchange import Exchange
 from sglang_tknp.scheduler_ext.assigner import Assigner
-from sglang_tknp.scheduler_ext.view import owner_state
+from sglang_tknp.scheduler_ext.view import load_imbalance, owner_state
 
 PERIOD = 1.0  # seconds between updates while the pool steps
 
@@ -73,6 +73,7 @@ class ControllerMetrics:
         ("sent_requests", "Requests sent to an owner"),
         ("retractions", "Requests that an owner retracted under memory pressure"),
         ("ledger_drifts", "Differences between the ledger and an owner's report, healed"),
+        ("overtakes", "Requests that reached an owner ahead of earlier ones that wanted it"),
     )
 
     def __init__(self, assigner: Assigner) -> None:
@@ -95,8 +96,10 @@ class ControllerMetrics:
             "Requests that wait in the controller for an owner",
             multiprocess_mode="mostrecent",
         )
-        self.overtakes = Counter(
-            "sglang:tknp_overtakes", "Requests sent ahead of earlier ones that needed more room"
+        self.imbalance = Gauge(
+            "sglang:tknp_load_imbalance",
+            "Largest load of an owner over the mean",
+            multiprocess_mode="mostrecent",
         )
         self.prefix_hits = Counter(
             "sglang:tknp_prefix_hits", "Requests sent to an owner that holds their prefix"
@@ -134,10 +137,11 @@ class ControllerMetrics:
                 ("sent_requests", "sent"),
                 ("retractions", "retractions"),
                 ("ledger_drifts", "drifts"),
+                ("overtakes", "overtakes"),
             ):
                 self.count_up(self.owner_counters[name].labels(label), (name, owner), state[field])
         self.waiting.set(len(assigner.queue))
-        self.count_up(self.overtakes, "overtakes", assigner.queue.overtakes)
+        self.imbalance.set(load_imbalance(assigner))
         self.count_up(self.prefix_hits, "prefix_hits", assigner.policy.prefix_hits)
         for reason, number in assigner.refusals.items():
             self.count_up(self.refusals.labels(reason), ("refusals", reason), number)

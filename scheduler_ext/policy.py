@@ -58,6 +58,8 @@ def choose(ledger: Ledger, tokens: int, closed: Collection[int] = NONE) -> int |
         owner = owner_of(key)
         if rooms[owner] >= tokens and owner not in closed:
             return owner
+        if tokens > ledger.most_room():
+            return None
     return None
 
 
@@ -83,21 +85,21 @@ class Policy:
         return self._nearest(request, owner, closed)
 
     def _nearest(self, request: Request, least: int, closed: Collection[int]) -> int:
-        """The least loaded owner that holds the longest prefix, or `least` if all are too busy."""
+        """Of the owners that are not too busy the one that has seen most, or `least`."""
         assert self.prefixes is not None
         ledger, limit = self.ledger, self.ledger.load_of(least) + self.prefix_slack
-        holders, _ = self.prefixes.holders(request.prefix)
-        near = [
-            (ledger.accounts[owner].key, owner)
-            for owner in holders
-            if ledger.load_of(owner) <= limit
-            and ledger.rooms[owner] >= request.tokens
-            and owner not in closed
-        ]
-        if not near:
-            return least
-        self.prefix_hits += 1
-        return min(near)[1]
+        for holders, _ in self.prefixes.levels(request.prefix):
+            near = [
+                (ledger.accounts[owner].key, owner)
+                for owner in holders
+                if ledger.load_of(owner) <= limit
+                and ledger.rooms[owner] >= request.tokens
+                and owner not in closed
+            ]
+            if near:
+                self.prefix_hits += 1
+                return min(near)[1]
+        return least
 
     def reserve(self, request: Request, owner: int) -> int:
         """Reserve for a request that is now sent to `owner`; returns its number there."""

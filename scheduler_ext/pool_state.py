@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
+from sglang.srt.managers.io_struct import BaseReq
+
+from sglang_tknp import compat_ipc
 
 
+@compat_ipc.register_message
 class PoolState(BaseReq):
     """Controller to tokenizer."""
 
     state: dict[str, Any] = {}
-
-
-hook_custom_types(PoolState)

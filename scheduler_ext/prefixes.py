@@ -37,16 +37,17 @@ class PrefixIndex:
         self.seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_owners)]
         self.owners: dict[int, set[int]] = {}  # of a block's hash
 
-    def holders(self, prefix: Sequence[int]) -> tuple[set[int], int]:
-        """The owners that have seen the longest part of a prefix, and its length in tokens."""
-        holders: set[int] = set()
-        depth = 0
-        for block in prefix:  # who has seen one has seen all before it
+    def levels(self, prefix: Sequence[int]) -> list[tuple[set[int], int]]:
+        """Who has seen how many tokens of a prefix; those that have seen most first."""
+        found: list[tuple[set[int], int]] = []
+        for number, block in enumerate(prefix, start=1):
             there = self.owners.get(block)
             if not there:
                 break
-            holders, depth = there, depth + 1
-        return holders, depth * BLOCK_TOKENS
+            if found and found[-1][0] == there:
+                found.pop()
+            found.append((there, number * BLOCK_TOKENS))
+        return found[::-1]
 
     def add(self, owner: int, prefix: Sequence[int], capacity: int) -> None:
         """`owner`, of `capacity` KV tokens, gets a prompt with these blocks."""

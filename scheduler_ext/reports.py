@@ -6,6 +6,7 @@ told: everything that ends one (a finish, an abort, an error, a retraction for g
 
 import contextlib
 import time
+from collections import deque
 from typing import Any
 
 import zmq
@@ -16,6 +17,7 @@ from sglang_tknp.scheduler_ext.messages import Live, Report, encode
 
 STATE_SECONDS = 0.1  # between reports of nothing but a changed state
 ABSOLUTE_SECONDS = 1.0  # between reports that name every request, while there are any
+IDLE_SECONDS = 10.0  # the same, while there are none
 # SGLang stops a request two tokens before its pool is full.
 UNUSABLE_TOKENS = 2
 
@@ -35,9 +37,9 @@ class OwnerReporter:
         self.seq = 0
         self.received = 0
         self.requests: dict[int, Any] = {}  # SGLang's requests that it holds, by number
-        self.numbers: dict[str, int] = {}  # by rid
+        self.numbers: dict[str, deque[int]] = {}  # by rid, which a client may use again
         self.retractions = 0
-        self.state_due = self.absolute_due = 0.0
+        self.state_due = self.absolute_due = self.idle_due = 0.0
         self.changed = False  # since the last absolute report
         self.send((), absolute=True)
 
@@ -45,13 +47,16 @@ class OwnerReporter:
         """A request from the controller has become one of SGLang's."""
         number, self.received = self.received, self.received + 1
         self.requests[number] = request
-        self.numbers[request.rid] = number
+        self.numbers.setdefault(request.rid, deque()).append(number)
         self.changed = True
 
     def on_ended(self, rids: list[str]) -> None:
         """Clients are told that these requests are over; unknown ones are health checks."""
-        numbers = [n for rid in rids if (n := self.numbers.pop(rid, None)) is not None]
+        numbers = [self.numbers[rid].popleft() for rid in rids if self.numbers.get(rid)]
         if numbers:
+            for rid in rids:
+                if rid in self.numbers and not self.numbers[rid]:
+                    del self.numbers[rid]
             for number in numbers:
                 self.retractions += self.requests.pop(number).retraction_count
             self.send(tuple(numbers))
@@ -63,12 +68,12 @@ class OwnerReporter:
             self.send((), absolute=now >= self.absolute_due)
 
     def report_before_sleep(self) -> None:
-        """Nothing runs: say so once."""
-        if self.changed:
+        """Nothing runs: say so at once, and again now and then, for a report can get lost."""
+        if self.changed or time.monotonic() >= self.idle_due:
             self.send((), absolute=True)
 
     def send(self, ended: tuple[int, ...], *, absolute: bool = False) -> None:
-        """A lost report is made up for by the next absolute one."""
+        """What gets lost is made up for by the next absolute report."""
         live = None
         if absolute:
             live = tuple(Live(n, r.rid, self._context(r)) for n, r in self.requests.items())
@@ -89,13 +94,14 @@ class OwnerReporter:
             ended=ended,
             live=live,
         )
-        with contextlib.suppress(zmq.Again):
-            self.socket.send(encode(report), zmq.NOBLOCK)
         now = time.monotonic()
         self.state_due = now + STATE_SECONDS
-        self.changed = not absolute
-        if absolute:
-            self.absolute_due = now + ABSOLUTE_SECONDS
+        self.changed = True
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(encode(report), zmq.NOBLOCK)
+            if absolute:
+                self.changed = False
+                self.absolute_due, self.idle_due = now + ABSOLUTE_SECONDS, now + IDLE_SECONDS
 
     def _context(self, request: Any) -> int:
         return whole_pages(request.seqlen, self.page_size)

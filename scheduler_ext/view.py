@@ -4,6 +4,7 @@ from typing import Any
 
 from sglang_tknp.config import TknpConfig
 from sglang_tknp.scheduler_ext.assigner import Assigner
+from sglang_tknp.scheduler_ext.ledger import imbalance
 
 
 def pool_state(assigner: Assigner, config: TknpConfig) -> dict[str, Any]:
@@ -14,11 +15,18 @@ def pool_state(assigner: Assigner, config: TknpConfig) -> dict[str, Any]:
         "max_overtakes": config.max_overtakes,
         "prefix_slack": config.prefix_slack,
         "waiting": len(assigner.queue),
-        "overtakes": assigner.queue.overtakes,
+        "overtakes": sum(assigner.queue.overtakes),
+        "load_imbalance": load_imbalance(assigner),
         "prefix_hits": assigner.policy.prefix_hits,
         "refusals": dict(assigner.refusals),
         "owners": [owner_state(assigner, owner) for owner in range(len(assigner.sent))],
     }
+
+
+def load_imbalance(assigner: Assigner) -> float:
+    """Largest load of an owner over the mean, by the policy's load; 1 is perfect."""
+    ledger = assigner.ledger
+    return imbalance([ledger.load_of(owner) for owner in range(len(ledger.accounts))])
 
 
 def owner_state(assigner: Assigner, owner: int) -> dict[str, int]:
@@ -33,6 +41,7 @@ def owner_state(assigner: Assigner, owner: int) -> dict[str, int]:
         "queued": account.waiting,
         "waiting": assigner.queue.waiting_for(owner),
         "sent": assigner.sent[owner],
+        "overtakes": assigner.queue.overtakes[owner],
         "retractions": account.retractions,
         "drifts": assigner.drifts[owner],
     }

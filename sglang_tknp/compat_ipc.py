@@ -1,6 +1,7 @@
 """Every private name of SGLang's messages, sockets and queues; the rest of them is in compat."""
 
 import pickle
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,27 @@ def generate_requests(message: Any) -> list[Any]:
     if isinstance(message, io_struct.BatchTokenizedGenerateReqInput):
         return list(message)
     return []
+
+
+def control_kind(message: Any) -> str | None:
+    """Of the control messages that TKNP's controller looks at: what they are about."""
+    from sglang.srt.managers import io_struct
+
+    kinds = {
+        io_struct.AbortReq: "abort",
+        io_struct.FlushCacheReqInput: "flush",
+        io_struct.GetInternalStateReq: "state",
+        io_struct.ActiveRanksOutput: "status",
+    }
+    return kinds.get(type(message))
+
+
+def register_message(kind: type) -> type:
+    """Class decorator: SGLang's processes may send each other messages of this kind."""
+    from sglang.srt.managers.io_struct import hook_custom_types
+
+    hook_custom_types(kind)
+    return kind
 
 
 def is_health_check(rid: str) -> bool:
@@ -87,7 +109,7 @@ def push_socket(context: Any, address: str) -> Any:
 
 
 def pull_socket(context: Any, address: str) -> Any:
-    """A PULL socket with SGLang's options, bound; on TCP it takes only the pool's hosts."""
+    """A PULL socket with SGLang's options, bound; SGLANG_ZMQ_ALLOWED_PEERS holds for it."""
     import zmq
     from sglang.srt.utils.network import get_zmq_socket
 
@@ -102,7 +124,7 @@ def report_address(port_args: Any) -> str:
     from sglang.srt.utils.network import NetworkAddress
 
     if parallel().nnodes == 1:
-        return f"ipc://@sglang-tknp-{port_args.instance_id}"
+        return f"ipc://{tempfile.gettempdir()}/sglang-tknp-{port_args.instance_id}"
     first = NetworkAddress.parse(parallel().dist_init_addr)
     return NetworkAddress(first.host, first.port + REPORT_PORT_DELTA).to_tcp()
 

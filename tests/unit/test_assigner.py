@@ -48,7 +48,7 @@ class Pool:
 
     def fill(self) -> None:
         for owner in range(len(self.seqs)):
-            self.ask(f"full{owner}", CAPACITY)
+            self.ask(f"full{owner}", CAPACITY - 10, 10)
         self.sent.clear()
 
 
@@ -75,7 +75,7 @@ def test_a_request_needs_its_input_and_its_expected_output() -> None:
 def test_a_request_that_names_no_length_gets_the_stated_default() -> None:
     assert need(Header("a", 100, None), capacity=10_000) == (100 + 1024, 100)
     assert need(Header("a", 100, None)) == (CAPACITY, 100), "less, where that would not fit"
-    assert need(Header("a", CAPACITY - 1, None)) == (CAPACITY, CAPACITY - 1)
+    assert need(Header("a", CAPACITY - 5, None)) == (CAPACITY, CAPACITY - 5)
 
 
 def test_sglangs_own_limits_bound_the_output() -> None:
@@ -87,7 +87,7 @@ def test_sglangs_own_limits_bound_the_output() -> None:
 
 @pytest.mark.parametrize("output", [901, None])
 def test_what_no_owner_could_hold_is_refused_with_the_numbers(output: int | None) -> None:
-    tokens = 100 if output else CAPACITY
+    tokens = 100 if output else CAPACITY - 4
     with pytest.raises(RefusedError, match=rf"needs {CAPACITY + 1} KV .*holds {CAPACITY}") as error:
         need(Header("a", tokens, output))
     assert error.value.status == HTTPStatus.BAD_REQUEST
@@ -116,7 +116,7 @@ def test_explicit_owners() -> None:
 
 def test_an_owner_that_stops_serving_takes_nothing_new() -> None:
     pool = Pool()
-    pool.ask("full", CAPACITY, routed_dp_rank=1)
+    pool.ask("full", CAPACITY - 10, 10, routed_dp_rank=1)
     pool.ask("waits", 10, routed_dp_rank=1)
     pool.assigner.on_status([True, False], 0.0)
     pool.ask("dead", 10, routed_dp_rank=1)
@@ -144,7 +144,7 @@ def test_who_waits_is_sent_when_an_owner_reports_an_end() -> None:
 def test_a_newcomer_does_not_jump_an_exhausted_queue() -> None:
     pool = Pool(num_owners=1, max_overtakes=0)
     pool.ask("half", CAPACITY // 2)
-    pool.ask("large", CAPACITY)
+    pool.ask("large", CAPACITY - 10, 10)
     pool.ask("small", 1)
     assert [rid for rid, *_ in pool.sent] == ["half"], "small would pass large"
 
@@ -161,7 +161,7 @@ def test_waiting_times_out_by_the_controllers_clock() -> None:
     pool.assigner.expire(6.0)
     assert pool.refused == [("first", 503, "Request waiting timeout reached.")]
     assert pool.assigner.next_expiry() == 7.0
-    assert pool.assigner.on_abort("second", everything=False)[0].rid == "second"
+    assert pool.assigner.on_abort("second", 7.0, everything=False)[0].rid == "second"
     pool.assigner.expire(100.0)
     assert len(pool.refused) == 1 and pool.assigner.next_expiry() is None
 
@@ -205,8 +205,8 @@ def test_aborts_take_waiting_requests_by_prefix_or_all() -> None:
     pool.fill()
     for rid in ("a-1", "a-2", "b"):
         pool.ask(rid, 10)
-    assert [r.rid for r in pool.assigner.on_abort("a-", everything=False)] == ["a-1", "a-2"]
-    assert [r.rid for r in pool.assigner.on_abort("", everything=True)] == ["b"]
+    assert [r.rid for r in pool.assigner.on_abort("a-", 0.0, everything=False)] == ["a-1", "a-2"]
+    assert [r.rid for r in pool.assigner.on_abort("", 0.0, everything=True)] == ["b"]
     assert not pool.assigner.queue
 
 

@@ -15,12 +15,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_tknp.scheduler_ext import messages
-from sglang_tknp.scheduler_ext.ledger import MAX_OWNERS, Drift, Ledger, Reservation
+from sglang_tknp.scheduler_ext.ledger import (
+    LOST,
+    MAX_OWNERS,
+    NOT_THERE,
+    STARTED_ANEW,
+    Drift,
+    Ledger,
+    Reservation,
+)
 from sglang_tknp.scheduler_ext.messages import Header, Live, Report
 from tests.reports import ledger_of, report
 
 NUM_OWNERS = 2
-NOT_THERE, STARTED_ANEW = "reserved, but not there", "its owner started anew"
 
 
 def orders(ledger: Ledger) -> list[int]:
@@ -204,6 +211,43 @@ class Process:
         )
 
 
+def test_a_request_that_was_lost_on_its_way_is_named_and_the_numbers_follow() -> None:
+    """A broken connection can lose what was sent; the owner then counts one less."""
+    ledger = ledger_of(100)
+    assert [ledger.reserve(0, rid, 10, 5) for rid in "abcd"] == [0, 1, 2, 3]
+    live = (Live(0, "b", 5), Live(1, "c", 5))  # a was lost, d is on its way
+    drifts = ledger.apply(report(0, 2, received=2, used=10, live=live))
+    assert drifts == [Drift(0, "a", LOST)]
+    account = ledger.accounts[0]
+    assert {n: r.rid for n, r in account.requests.items()} == {0: "b", 1: "c", 2: "d"}
+    assert (account.reserved, account.unseen) == (30, 5)
+    assert ledger.reserve(0, "e", 10, 5) == 3
+    assert ledger.apply(report(0, 3, received=4, used=15, ended=(1,))) == []
+    assert [r.rid for r in account.requests.values()] == ["b", "d", "e"]
+
+
+def test_an_owner_that_counted_one_more_is_followed() -> None:
+    ledger = ledger_of(100)
+    ledger.reserve(0, "a", 10, 5)
+    ledger.reserve(0, "b", 10, 5)
+    live = (Live(1, "a", 5),)  # 0 was none of ours, and has ended; b is on its way
+    assert ledger.apply(report(0, 2, received=2, used=5, live=live)) == []
+    assert {n: r.rid for n, r in ledger.accounts[0].requests.items()} == {1: "a", 2: "b"}
+    assert (ledger.accounts[0].unseen, ledger.reserve(0, "c", 10, 5)) == (5, 3)
+
+
+def test_contexts_beyond_their_reservations_are_not_promised_again() -> None:
+    """Two of 100 reserved tokens each, one of which has grown to 500: 600 are taken or promised."""
+    ledger = ledger_of(1000)
+    ledger.reserve(0, "grown", 100, 10)
+    ledger.reserve(0, "young", 100, 10)
+    live = (Live(0, "grown", 500), Live(1, "young", 10))
+    ledger.apply(report(0, 2, capacity=1000, received=2, used=510, live=live))
+    assert (ledger.accounts[0].reserved, ledger.rooms) == (200, [400])
+    ledger.apply(report(0, 3, capacity=1000, received=2, used=10, ended=(0,), live=(live[1],)))
+    assert (ledger.accounts[0].reserved, ledger.rooms) == (100, [900])
+
+
 @dataclass
 class Book:
     """What the ledger should know of one owner, from all that it was told."""
@@ -211,6 +255,7 @@ class Book:
     newest: Report
     sent: list[Reservation] = field(default_factory=list)  # to this process
     gone: set[int] = field(default_factory=set)
+    outgrown: int = 0  # at the last absolute report
 
     def open(self) -> dict[int, Reservation]:
         return {n: r for n, r in enumerate(self.sent) if n not in self.gone}
@@ -231,6 +276,9 @@ class Book:
             if said.live is not None:
                 there = {request.number for request in said.live}
                 missing = set(range(said.received)) - there - self.gone
+                self.outgrown = sum(
+                    max(0, r.context_tokens - self.sent[r.number].tokens) for r in said.live
+                )
         self.gone |= missing
         return self, {(self.sent[n].rid, NOT_THERE) for n in missing}
 
@@ -353,7 +401,7 @@ class Owners(RuleBasedStateMachine):
             assert account.requests == book.open()
             reserved = sum(r.tokens for r in account.requests.values())
             current = book.newest.used + book.unseen()
-            held = max(reserved, current)
+            held = max(reserved + book.outgrown, current)
             assert (account.reserved, account.current, account.held) == (reserved, current, held)
             load = current if self.ledger.by_used else held
             assert self.ledger.load_of(owner) == load

@@ -118,7 +118,7 @@ def test_256_owners_serve_100_000_requests_of_which_thousands_wait() -> None:
     pool.run(arrivals(100_000, 400.0, [9_000, 19_000, 33_000, 120_000]))
     assert_served(pool, 100_000, max_overtakes=16)
     assert pool.most_waiting > 2000
-    assert pool.queue.overtakes > 0
+    assert sum(pool.queue.overtakes) > 0
 
 
 @pytest.mark.parametrize("max_overtakes", [0, 3])

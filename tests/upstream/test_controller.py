@@ -229,13 +229,13 @@ def test_the_gate_refuses_what_the_pool_told_that_it_cannot_hold(pool: Pool) -> 
     pool.ask(request("early", 5000, 10))
     assert [reply.rid for reply in pool.told()] == ["early"], "nothing told yet: it is sent"
     pool.gate.keep(pool_state(pool.controller.assigner, TknpConfig()))
-    batch = [request("small"), request("huge", CAPACITY, 1)]
+    batch = [request("small"), request("huge", CAPACITY - 100, 101)]
     with pytest.raises(ValueError, match=f"needs {CAPACITY + 1} KV tokens"):
         pool.ask(io_struct.BatchTokenizedGenerateReqInput(batch=batch))
     with pytest.raises(ValueError, match="routed_dp_rank=3 is no node"):
         pool.ask(request("nowhere", routed_dp_rank=3))
     assert all(pool.received(owner) == [] for owner in range(NUM_OWNERS)) and pool.told() == []
-    pool.ask(request("exact", CAPACITY - 1, 1))
+    pool.ask(request("exact", CAPACITY - 5, 5))
     assert [r.rid for r in pool.received(0)] == ["exact"]
     states = [{"tknp": {"node": node}} for node in (1, 0, 2)]
     pool.gate.add_to(states)
@@ -280,6 +280,14 @@ def test_an_abort_that_overtook_its_request_is_repeated(pool: Pool) -> None:
     assert pool.received(0) == [] and not pool.controller.early_aborts
 
 
+def test_a_repeated_abort_does_not_hit_another_request(pool: Pool) -> None:
+    """SGLang aborts by prefix."""
+    pool.ask(request("a-1"), io_struct.AbortReq(rid="a-1"), request("a-10"))
+    pool.received(0)
+    pool.report(0, received=1, live=(Live(0, "a-1", 10),))
+    assert pool.received(0) == [] and not pool.controller.early_aborts
+
+
 def test_a_report_that_nobody_can_use_is_left_out(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -320,6 +328,46 @@ def test_an_owner_that_never_reports_stops_the_controller(
         waiting.await_owners()
     assert time.monotonic() - start < 5
     context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(("length", "whole"), [(10.0, 10), (9.2, 10), (True, 1)])
+def test_lengths_that_are_no_integers_are_rounded_up(pool: Pool, length: Any, whole: int) -> None:
+    """SGLang serves such a request; a controller that stops on it would take the pool along."""
+    pool.ask(request("odd", 10, length))
+    io_struct.sock_send(pool.to_controller, request("bare", 10, length))
+    pool.ask()
+    assert [r.rid for r in pool.received(0)] == ["odd"]
+    reserved = [a.reserved for a in pool.controller.assigner.ledger.accounts]
+    assert reserved == [10 + whole, 10 + whole, 0]
+
+
+@pytest.mark.parametrize(
+    "field", [{"rid": 7}, {"max_new_tokens": "ten"}, {"max_new_tokens": 1e999}]
+)
+def test_what_cannot_be_placed_is_an_error_of_its_own(pool: Pool, field: Any) -> None:
+    bad = request(**{"rid": "bad", **field})
+    with pytest.raises(ValueError, match="--enable-tknp|number of tokens"):
+        pool.ask(bad)
+    io_struct.sock_send(pool.to_controller, bad)
+    pool.ask(request("good"))
+    (reply,) = pool.told()
+    assert reply.rid == str(bad.rid) and reply.finished_reason["status_code"] == 400
+    assert [r.rid for r in pool.received(0)] == ["good"]
+
+
+def test_a_session_names_its_node(pool: Pool) -> None:
+    session = io_struct.SessionParams(id="s")
+    with pytest.raises(ValueError, match="session_params needs routed_dp_rank"):
+        pool.ask(request("a", session_params=session))
+    pool.ask(request("b", session_params=session, routed_dp_rank=2))
+    assert [r.rid for r in pool.received(2)] == ["b"]
+
+
+def test_a_request_that_was_lost_on_its_way_is_an_error_to_its_client(pool: Pool) -> None:
+    pool.ask(request("lost"), request("other"), request("more"), request("next"))
+    pool.report(0, received=1, live=(Live(0, "next", 10),))
+    (reply,) = pool.told()
+    assert reply.rid == "lost" and reply.finished_reason["status_code"] == 503
 
 
 def test_the_header_says_what_placing_needs() -> None:
