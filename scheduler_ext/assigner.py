@@ -47,7 +47,7 @@ class Assigner:
         self.prefixes = None if slack is None else PrefixIndex(num_owners)
         self.policy = Policy(self.ledger, self.prefixes, slack or 0)
         self.queue = WaitingQueue(self.policy, settings.max_overtakes)
-        self.refusals: Counter[str] = Counter()  # by kind
+        self.refusals: Counter[tuple[str, str]] = Counter()  # by refusal_key
         self.sent = [0] * num_owners
         self.drifts = [0] * num_owners
         # (arrived, rid, arrival) of the queue, and of some that have left it.
@@ -60,9 +60,8 @@ class Assigner:
         try:
             request = admit(header, payload, now, self.ledger, self.settings.admission)
         except RefusedError as refused:
-            self._refuse(
-                header.rid, header.http_worker_ipc, refused.status, refused.kind, str(refused)
-            )
+            self.refusals[refusal_key(refused.kind, header.routed_dp_rank)] += 1
+            self.refuse(header.rid, header.http_worker_ipc, refused.status, str(refused))
             return
         if not self.queue and (owner := self.policy.pick(request)) is not None:
             self._send(request, owner, now)
@@ -111,7 +110,7 @@ class Assigner:
             request = self.queue.get(rid)
             if request is not None and request.arrival == arrival:
                 if now - arrived < self.settings.waiting_timeout:
-                    return
+                    break
                 self.queue.remove(request)
                 self._refuse_waiting(request, "timeout", "Request waiting timeout reached.")
             self._by_age.popleft()
@@ -141,11 +140,10 @@ class Assigner:
         self._refuse_waiting(last, "queue_full", message)
 
     def _refuse_waiting(self, request: Request, kind: str, message: str) -> None:
-        status = HTTPStatus.SERVICE_UNAVAILABLE
-        self._refuse(request.rid, request.reply_to, status, kind, message)
+        self.refusals[refusal_key(kind, request.only_owner)] += 1
+        self.refuse(request.rid, request.reply_to, HTTPStatus.SERVICE_UNAVAILABLE, message)
 
-    def _refuse(
-        self, rid: str, reply_to: str | None, status: HTTPStatus, kind: str, message: str
-    ) -> None:
-        self.refusals[kind] += 1
-        self.refuse(rid, reply_to, status, message)
+
+def refusal_key(kind: str, owner: int | None) -> tuple[str, str]:
+    """The reason, and the owner that the client asked for or "any", as /metrics label them."""
+    return kind, "any" if owner is None or kind == "unknown_owner" else str(owner)

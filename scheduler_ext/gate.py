@@ -9,8 +9,10 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_tknp.scheduler_ext.admission import AdmissionSettings, RefusedError, admit
+from sglang_tknp.scheduler_ext.assigner import refusal_key
 from sglang_tknp.scheduler_ext.ledger import Ledger
 from sglang_tknp.scheduler_ext.messages import Header, Report
+from sglang_tknp.scheduler_ext.view import by_reason
 
 
 class Gate:
@@ -22,7 +24,7 @@ class Gate:
         self.metric = metric
         self.pool: dict[str, Any] | None = None
         self.empty: Ledger | None = None  # the pool's owners without any request
-        self.refusals: Counter[str] = Counter()
+        self.refusals: Counter[tuple[str, str]] = Counter()  # by refusal_key
 
     def keep(self, pool: dict[str, Any]) -> None:
         """`pool`: view.pool_state, from the controller."""
@@ -53,9 +55,10 @@ class Gate:
         except RefusedError as refused:
             if refused.status != HTTPStatus.BAD_REQUEST:
                 return  # the controller knows better who serves by now
-            self.refusals[refused.kind] += 1
+            key = refusal_key(refused.kind, header.routed_dp_rank)
+            self.refusals[key] += 1
             if self.metric is not None:
-                self.metric.labels(refused.kind).inc()
+                self.metric.labels(*key).inc()
             raise ValueError(str(refused)) from None
 
     def add_to(self, states: list[dict[str, Any]]) -> None:
@@ -63,7 +66,7 @@ class Gate:
         if self.pool is None:
             return
         pool = {key: value for key, value in self.pool.items() if key != "owners"}
-        pool["refusals"] = dict(Counter(pool["refusals"]) + self.refusals)
+        pool["refusals"] = dict(Counter(pool["refusals"]) + by_reason(self.refusals))
         for state in states:
             tknp = state["tknp"]
             tknp["ledger"] = self.pool["owners"][tknp["node"]]

@@ -56,7 +56,8 @@ def refusal_counter() -> Any:
     """One per process; the tokenizer and the controller count into the same metric."""
     from prometheus_client import Counter
 
-    return Counter("sglang:tknp_refused_requests", "Requests that TKNP refused", ["reason"])
+    text = "Requests that TKNP refused, by reason and the owner that they asked for"
+    return Counter("sglang:tknp_refused_requests", text, ["reason", "owner"])
 
 
 class ControllerMetrics:
@@ -143,8 +144,8 @@ class ControllerMetrics:
         self.waiting.set(len(assigner.queue))
         self.imbalance.set(load_imbalance(assigner))
         self.count_up(self.prefix_hits, "prefix_hits", assigner.policy.prefix_hits)
-        for reason, number in assigner.refusals.items():
-            self.count_up(self.refusals.labels(reason), ("refusals", reason), number)
+        for key, number in assigner.refusals.items():
+            self.count_up(self.refusals.labels(*key), key, number)
 
     def count_up(self, counter: Any, key: Any, total: float) -> None:
         """Bring a counter to a total that another object counts."""

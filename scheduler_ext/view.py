@@ -1,5 +1,6 @@
 """The controller as seen from outside: its part of /server_info, and its log line. Pure."""
 
+from collections import Counter
 from typing import Any
 
 from sglang_tknp.config import TknpConfig
@@ -18,9 +19,17 @@ def pool_state(assigner: Assigner, config: TknpConfig) -> dict[str, Any]:
         "overtakes": sum(assigner.queue.overtakes),
         "load_imbalance": load_imbalance(assigner),
         "prefix_hits": assigner.policy.prefix_hits,
-        "refusals": dict(assigner.refusals),
+        "refusals": dict(by_reason(assigner.refusals)),
         "owners": [owner_state(assigner, owner) for owner in range(len(assigner.sent))],
     }
+
+
+def by_reason(refusals: Counter[tuple[str, str]]) -> Counter[str]:
+    """Refusals by their reason only."""
+    found: Counter[str] = Counter()
+    for (reason, _), number in refusals.items():
+        found[reason] += number
+    return found
 
 
 def load_imbalance(assigner: Assigner) -> float:

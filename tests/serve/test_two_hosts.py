@@ -137,6 +137,10 @@ def test_two_hosts(hosts: None, tmp_path: Path) -> None:
         after = ask(servers[0], PROMPTS)
         check_traffic(link_bytes() - before, sent(warm["states"]), sent(after["states"]))
         assert {reply["meta_info"]["dp_rank"] for reply in after["replies"]} == {0, 1}
+        for ledger in (state["ledger"] for state in after["states"]):
+            # Both owners' reports reach the controller, one of them over the network.
+            assert ledger["capacity"] > 0 and ledger["drifts"] == 0, ledger
+            assert len(PROMPTS) // 4 < ledger["sent"], ledger
         check_killed_rank_ends_both_hosts(servers)
     finally:
         for server in servers:

@@ -46,6 +46,11 @@ class Pool:
     ) -> None:
         self.assigner.on_request(Header(rid, tokens, output, **f), None, now)
 
+    def fill_and_empty(self, count: int) -> None:
+        for number in range(count):
+            self.ask(f"small{number}", 1)
+            self.report(0, received=number + 2, ended=(number + 1,))
+
     def fill(self) -> None:
         for owner in range(len(self.seqs)):
             self.ask(f"full{owner}", CAPACITY - 10, 10)
@@ -111,7 +116,7 @@ def test_explicit_owners() -> None:
     pool.ask("negative", 10, routed_dp_rank=-1)
     assert pool.sent == [("second", 1, 0.0)]
     assert [status for _, status, _ in pool.refused] == [HTTPStatus.BAD_REQUEST] * 2
-    assert pool.assigner.refusals == {"unknown_owner": 2}
+    assert pool.assigner.refusals == {("unknown_owner", "any"): 2}
 
 
 def test_an_owner_that_stops_serving_takes_nothing_new() -> None:
@@ -166,10 +171,24 @@ def test_waiting_times_out_by_the_controllers_clock() -> None:
     assert len(pool.refused) == 1 and pool.assigner.next_expiry() is None
 
 
-def test_case_09_reports_carry_no_time() -> None:
-    """Prior art, case 9: nothing that the controller decides on comes from another clock."""
-    assert not [name for name in Report.__struct_fields__ if "time" in name or "stamp" in name]
-    assert not [name for name in Header.__struct_fields__ if "time" in name or "stamp" in name]
+def test_a_full_queue_lets_through_whom_an_owner_has_room_for() -> None:
+    pool = Pool(num_owners=1, max_queued=1)
+    pool.ask("half", CAPACITY // 2)
+    pool.ask("large", CAPACITY - 10, 10)
+    pool.ask("small", 1)
+    pool.ask("large too", CAPACITY - 10, 10)
+    assert [rid for rid, *_ in pool.sent] == ["half", "small"]
+    assert [rid for rid, *_ in pool.refused] == ["large too"]
+
+
+def test_sent_requests_are_not_kept_for_their_time_out() -> None:
+    """Behind one that waits long, the frames of all that passed would pile up."""
+    pool = Pool(num_owners=1, waiting_timeout=100.0, max_overtakes=1000)
+    pool.ask("half", CAPACITY // 2)
+    pool.ask("large", CAPACITY - 10, 10, now=1.0)
+    pool.fill_and_empty(50)
+    assert len(pool.assigner.queue) == 1
+    assert not [r for entry in pool.assigner._by_age for r in entry if hasattr(r, "payload")]
 
 
 def test_a_full_queue_refuses_the_newest() -> None:
