@@ -8,6 +8,7 @@ what it does with control messages. It blocks on its sockets. A request is place
 and its frame is passed on untouched.
 """
 
+import gc
 import itertools
 import logging
 import time
@@ -81,12 +82,14 @@ class Controller:
         # Aborts of requests that their owners had not received, by (owner, rid).
         self.early_aborts: dict[tuple[int, str], Any] = {}
         self.log_level = logging.INFO if stock.server_args.log_requests else logging.DEBUG
+        self.logs_requests = logger.isEnabledFor(self.log_level)
         self.waiting_log_due = 0.0
 
     def run(self) -> None:
         self.poller.register(self.reports, zmq.POLLIN)
         self.await_owners()
         self.poller.register(self.requests, zmq.POLLIN)
+        gc.freeze()  # all that was imported; a full collection would walk it for half a second
         while True:
             self.turn(HEARTBEAT_SECONDS)
 
@@ -130,9 +133,11 @@ class Controller:
     def drain(socket: Any, handle: Callable[[list[Any]], None]) -> None:
         for _ in range(TURN):
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = [socket.recv(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
                 return
+            while frames[-1].more:
+                frames.append(socket.recv(copy=False))
             handle(frames)
 
     def on_report(self, frames: list[Any]) -> None:
@@ -227,14 +232,15 @@ class Controller:
 
     def send(self, request: Request, owner: int, waited: float) -> None:
         self.workers[owner].send(request.payload, copy=False)
-        logger.log(
-            self.log_level,
-            "Request %s: owner %d, %d KV tokens reserved, waited %.3f s",
-            request.rid,
-            owner,
-            request.tokens,
-            waited,
-        )
+        if self.logs_requests:
+            logger.log(
+                self.log_level,
+                "Request %s: owner %d, %d KV tokens reserved, waited %.3f s",
+                request.rid,
+                owner,
+                request.tokens,
+                waited,
+            )
         if self.metrics is not None:
             self.metrics.sent(owner, waited)
 

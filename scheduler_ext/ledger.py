@@ -120,7 +120,7 @@ class Ledger:
         """Of the owners that serve: what a request may ask of any of them."""
         accounts = [a for a in self.accounts if a.serving] or self.accounts
         self.largest = max(a.capacity for a in accounts)
-        self.smallest = min(a.capacity for a in accounts)
+        self.smallest = min(a.capacity if a.alive else 0 for a in accounts)
         self.page_size = max(a.page_size for a in accounts)
         self.context_length = max(a.context_length for a in accounts)
 
@@ -265,7 +265,8 @@ class Ledger:
         """Put an owner at its new place; the hottest code of the controller."""
         current = account.used + account.unseen
         reserved = account.reserved
-        held = max(reserved + account.outgrown, current)
+        promised = reserved + account.outgrown
+        held = promised if promised > current else current
         num_requests = len(account.requests)
         load = current if self.by_used else held
         key = (load << _REQUEST_BITS | num_requests) << _OWNER_BITS | owner
@@ -274,7 +275,7 @@ class Ledger:
         insort(order, key)
         account.key = key
         takes = account.alive and account.serving and num_requests < account.max_requests
-        self.rooms[owner] = max(account.capacity - held, -1) if takes else -1
+        self.rooms[owner] = account.capacity - held if takes and held <= account.capacity else -1
         self._most_room = None
 
 

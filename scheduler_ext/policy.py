@@ -4,7 +4,7 @@ A request goes to the least loaded owner that has room for its input and its exp
 go to the fewest requests, then to the lowest rank (Ledger.order). If nobody has room it waits.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,8 +109,10 @@ class Policy:
             self.prefixes.add(owner, request.prefix, capacity)
         return number
 
-    def could_take(self, request: Request) -> list[int]:
+    def could_take(self, request: Request) -> Sequence[int]:
         """The owners that could hold a request if they were empty."""
         accounts = self.ledger.accounts
+        if request.only_owner is None and request.tokens <= self.ledger.smallest:
+            return range(len(accounts))
         owners = range(len(accounts)) if request.only_owner is None else [request.only_owner]
         return [o for o in owners if accounts[o].alive and accounts[o].capacity >= request.tokens]

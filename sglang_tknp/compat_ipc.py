@@ -1,5 +1,6 @@
 """Every private name of SGLang's messages, sockets and queues; the rest of them is in compat."""
 
+import functools
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -41,10 +42,16 @@ def register_message(kind: type) -> type:
     return kind
 
 
-def is_health_check(rid: str) -> bool:
+@functools.cache
+def health_check_prefix() -> str:
+    """What the rids of SGLang's health checks begin with."""
     from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
-    return rid.startswith(HEALTH_CHECK_RID_PREFIX)
+    return str(HEALTH_CHECK_RID_PREFIX)
+
+
+def is_health_check(rid: str) -> bool:
+    return rid.startswith(health_check_prefix())
 
 
 def ended_rids(output: Any) -> list[str]:

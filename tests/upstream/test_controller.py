@@ -60,6 +60,7 @@ class Pool:
             health_turns=iter(list(range(NUM_OWNERS)) * 100),
             early_aborts={},
             log_level=10,
+            logs_requests=True,
         )
         self.to_controller = to_controller
         self.gate = SimpleNamespace(check=lambda header: None)
