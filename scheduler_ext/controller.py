@@ -8,6 +8,7 @@ what it does with control messages. It blocks on its sockets. A request is place
 and its frame is passed on untouched.
 """
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -161,9 +162,14 @@ class Controller:
     def on_message(self, frames: list[Any]) -> None:
         """A request behind its header, or any message of SGLang's in one frame."""
         if len(frames) == 2:
-            self.on_request(decode_header(frames[0].buffer), frames[1])
+            with contextlib.suppress(msgspec.DecodeError):
+                self.on_request(decode_header(frames[0].buffer), frames[1])
+                return
+        try:
+            message = compat_ipc.decode_message(frames[-1].buffer)
+        except msgspec.DecodeError as error:
+            logger.error("TKNP's controller got a message that it cannot read: %s", error)
             return
-        message = compat_ipc.decode_message(frames[0].buffer)
         requests = compat_ipc.generate_requests(message)
         for request in requests:
             self.on_bare_request(request)
@@ -171,7 +177,7 @@ class Controller:
             self.on_control(message)
 
     def on_bare_request(self, request: Any) -> None:
-        """One without a header: its sender is no tokenizer of ours."""
+        """One without a header that can be read: its sender is no tokenizer of ours."""
         try:
             header = header_of(request, with_prefix=self.settings.prefix_slack is not None)
         except ValueError as error:

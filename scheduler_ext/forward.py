@@ -24,8 +24,10 @@ def header_of(request: Any, *, with_prefix: bool) -> Header:
         ValueError: the controller could not place it, though SGLang would run it.
     """
     ids = request.input_ids
-    if not isinstance(request.rid, str):
-        raise ValueError(f"rid={request.rid!r} must be a string with --enable-tknp")
+    for name, kind in (("rid", str), ("priority", int), ("routed_dp_rank", int)):
+        value = getattr(request, name)
+        if not isinstance(value, kind) and (value is not None or name == "rid"):
+            raise ValueError(f"{name}={value!r} must be {kind.__name__} with --enable-tknp")
     if request.session_params is not None and request.routed_dp_rank is None:
         raise ValueError(
             "session_params needs routed_dp_rank with --enable-tknp: a session lives on one node; "
@@ -89,6 +91,7 @@ def around_dispatch_to_scheduler(original: Callable[..., None], manager: Any, ob
     for header in headers:
         manager.tknp_gate.check(header)
     for header, request in zip(headers, requests, strict=True):
+        request.sampling_params.max_new_tokens = header.max_new_tokens
         frames = [encode(header), compat_ipc.encode_message(request)]
         manager.send_to_scheduler.send_multipart(frames, copy=False)
 

@@ -343,16 +343,25 @@ def test_lengths_that_are_no_integers_are_rounded_up(pool: Pool, length: Any, wh
 
 
 @pytest.mark.parametrize(
-    "field", [{"rid": 7}, {"max_new_tokens": "ten"}, {"max_new_tokens": 1e999}]
+    "field",
+    [
+        {"rid": 7},
+        {"max_new_tokens": "ten"},
+        {"max_new_tokens": 1e999},
+        {"priority": 1.5},
+        {"routed_dp_rank": "0"},
+    ],
 )
 def test_what_cannot_be_placed_is_an_error_of_its_own(pool: Pool, field: Any) -> None:
     bad = request(**{"rid": "bad", **field})
     with pytest.raises(ValueError, match="--enable-tknp|number of tokens"):
         pool.ask(bad)
     io_struct.sock_send(pool.to_controller, bad)
+    pool.to_controller.send_multipart([encode([1, 2]), compat_ipc.encode_message(bad)])
     pool.ask(request("good"))
-    (reply,) = pool.told()
-    assert reply.rid == str(bad.rid) and reply.finished_reason["status_code"] == 400
+    first, second = pool.told()
+    assert first.rid == second.rid == str(bad.rid)
+    assert first.finished_reason["status_code"] == second.finished_reason["status_code"] == 400
     assert [r.rid for r in pool.received(0)] == ["good"]
 
 
