@@ -30,6 +30,8 @@ def log_pool(scheduler: Any) -> None:
 
 def start_reports(scheduler: Any, address: str) -> None:
     """Tell the controller what this node can hold, and from now on what it holds."""
+    # The limit is for the controller's queue: what it has sent has room here, also in a burst.
+    scheduler.max_queued_requests = None
     reporter = reports.start(scheduler, address)
     if reporter is not None:
         current_stage().step.after_step.append(reporter.report_when_due)

@@ -244,6 +244,7 @@ class Ledger:
         unseen = [(n, r.input_tokens) for n, r in account.requests.items() if n >= received]
         account.in_flight = deque(unseen)
         account.unseen = sum(tokens for _, tokens in unseen)
+        account.next_number = received + len(unseen)
 
     def _shift(self, owner: int, account: Account, first: int, by: int) -> list[Drift]:
         """Move all numbers from `first` on; requests whose numbers they take never arrived."""
@@ -252,7 +253,6 @@ class Ledger:
         for number in lost:
             self._release(account, number)
         account.requests = {n + by * (n >= first): r for n, r in account.requests.items()}
-        account.next_number += by
         return drifts
 
     @staticmethod

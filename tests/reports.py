@@ -30,3 +30,7 @@ def ledger_of(*capacities: int, by_used: bool = False, max_requests: int = 10) -
     for owner, capacity in enumerate(capacities):
         ledger.apply(report(owner, capacity=capacity, max_requests=max_requests))
     return ledger
+
+
+def orders(ledger: Ledger) -> list[int]:
+    return [ledger.owner_of(key) for key in ledger.order]

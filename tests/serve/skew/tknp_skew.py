@@ -12,7 +12,7 @@ import time
 def load() -> None:
     if "sglang.srt.managers.scheduler" not in sys.modules:
         return
-    real, skew = time.perf_counter, (os.getpid() % 11 - 5) * 1000.0
+    real, skew = time.perf_counter, os.getpid() * 1000.0
     time.perf_counter = lambda: real() + skew
     with open(os.environ["TKNP_SKEW_LOG"], "a") as out:
         out.write(f"{skew}\n")
