@@ -151,6 +151,8 @@ class WaitingQueue:
                 taken += 1
                 yield request, owner
                 self._count_overtakes(request, owner, stayed, closed)
+                if self._lets_nobody_pass(request):
+                    return  # what it kept closed is open now, also lines outside this window
             if len(closed) == len(ledger.accounts):
                 return
 

@@ -54,6 +54,20 @@ def test_a_request_for_an_owner_passes_nothing_behind_the_window() -> None:
     assert take(queue)[-1] == (f"free{WINDOW}", 0)
 
 
+def test_who_goes_opens_the_lines_that_it_kept_closed_before_later_ones_go() -> None:
+    ledger = ledger_of(20, 20, 20, max_requests=SLOTS)
+    ledger.set_serving(2, False)
+    queue = queue_of(ledger, 1)
+    ledger.reserve(0, "x", 10, 10)
+    ledger.reserve(1, "y", 10, 10)
+    for rid, tokens, only in (("wide", 20, None), ("a", 1, 0), ("b", 1, 1)):
+        queue.add(a_request(rid, tokens, only))
+    assert take(queue) == [("a", 0)], "wide lets nobody pass any more"
+    ledger.set_serving(2, True)
+    queue.add(a_request("c", 1, 0))
+    assert take(queue) == [("wide", 2), ("b", 1), ("c", 0)]
+
+
 def test_levels_go_first_then_arrivals() -> None:
     queue = queue_of(ledger_of(100))
     for rid, level in (("a", 5), ("b", -1), ("c", 5), ("d", 0), ("e", -1)):
