@@ -48,18 +48,25 @@ def read_model_bytes(folder: Path, num_layers: int, tied: bool) -> ModelBytes:
 
 
 def estimate_model_bytes(config: Mapping[str, Any], dtype_bytes: int) -> ModelBytes:
-    """Bytes of a dense decoder with a gated MLP, from the fields of its config.json."""
+    """Bytes of a dense decoder with a gated MLP, or of a Nemotron, by its config.json's fields."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
+    intermediate = config["intermediate_size"]
+    ungated = config.get("model_type") == "nemotron"  # and its norms have biases
+    projections, norm = (2, 2 * hidden) if ungated else (3, hidden)
+    layer = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    layer += projections * hidden * intermediate + 2 * norm
+    if config.get("attention_bias"):
+        layer += head_dim * (heads + 2 * kv_heads) + hidden
+    if config.get("mlp_bias"):
+        layer += (projections - 1) * intermediate + hidden
     vocabulary = config["vocab_size"] * hidden * dtype_bytes
     tied = bool(config.get("tie_word_embeddings", False))
     return ModelBytes(
         embedding=vocabulary,
         layers=(layer * dtype_bytes,) * config["num_hidden_layers"],
-        final_norm=hidden * dtype_bytes,
+        final_norm=norm * dtype_bytes,
         head=0 if tied else vocabulary,
         tied=tied,
     )
