@@ -28,29 +28,41 @@ SHAPES = [(2, 1), (3, 1), (2, 2)]
 BLOCKS = {("llama", 2, 1): "1,4", ("qwen2", 3, 1): "1,3,1"}
 FAMILIES = ["llama", "llama-untied", "qwen2", "qwen3", "mistral", "nemotron"]
 SOME_SHAPES = {"llama-untied": [(2, 1)], "nemotron": [(2, 1), (2, 2)]}
-CASES = [
-    (family, nodes, ranks)
+ON_SLOTS = [
+    (family, nodes, ranks, True)
     for nodes, ranks in SHAPES
     for family in FAMILIES
     if (nodes, ranks) in SOME_SHAPES.get(family, SHAPES)
 ]
+# Exact rows, as on a CPU by default, are the rows of most other serve tests.
+CASES = [*ON_SLOTS, ("llama", 2, 1, False), ("mistral", 3, 1, False)]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("family", "nodes", "ranks"), CASES)
+@pytest.mark.parametrize(("family", "nodes", "ranks", "slots"), CASES)
 def test_tokens_equal_stock(
-    family: str, nodes: int, ranks: int, checkpoint: Any, stock_tokens: Any, tmp_path: Any
+    family: str,
+    nodes: int,
+    ranks: int,
+    slots: bool,
+    checkpoint: Any,
+    stock_tokens: Any,
+    tmp_path: Any,
 ) -> None:
     expected = stock_tokens(family, ranks)
     blocks = BLOCKS.get((family, nodes, ranks))
-    args = tknp_args(checkpoint(family), nodes, ranks, tknp_layer_blocks=blocks)
+    flags: dict[str, Any] = {"tknp_layer_blocks": blocks, "tknp_force_slots": slots}
+    args = tknp_args(checkpoint(family), nodes, ranks, **flags)
+    args += ["--cuda-graph-bs-decode", "1", "2", "4", "8"] if slots else []
     with serve(args, tmp_path / "tknp.log") as server:
         check_native(server)
         check_concurrent_prompts(server, expected, nodes)
         check_prefix_cache_hit(server, expected)
         check_lone_requests(server, expected, nodes)
         check_pool_info(server, nodes, ranks, blocks)
-        check_exact_bytes(server, checkpoint(family), nodes, ranks)
+        check_exact_bytes(server, checkpoint(family), nodes, ranks, slots)
+        if slots:
+            check_slots(server, expected, nodes)
         check_killed_rank_ends_pool(server, nodes * ranks - 1, ranks)
 
 
@@ -112,10 +124,11 @@ def traffic(server: Server) -> list[dict[str, int]]:
     return [{kind: t["bytes"] for kind, t in state["exchange"].items()} for state in states]
 
 
-def check_exact_bytes(server: Server, model: Any, nodes: int, ranks: int) -> None:
+def check_exact_bytes(server: Server, model: Any, nodes: int, ranks: int, slots: bool) -> None:
     """The paper's equation 3 for every owner alone, and each handoff's rows once.
 
-    Of one peer group: /server_info counts a node's first rank.
+    Of one peer group: /server_info counts a node's first rank. On slots, every owner has one in
+    each decode step.
     """
     from transformers import AutoConfig
 
@@ -130,14 +143,53 @@ def check_exact_bytes(server: Server, model: Any, nodes: int, ranks: int) -> Non
         after = traffic(server)
         sent = [{k: a[k] - b[k] for k in a} for a, b in zip(after, before, strict=True)]
         # The last generated token is no row: nobody asks for what follows it.
-        rows = len(PROMPTS[5]) - reply["meta_info"]["cached_tokens"] + len(reply["output_ids"]) - 1
-        remote = rows * (config.num_hidden_layers - blocks[owner])
+        prefill = len(PROMPTS[5]) - reply["meta_info"]["cached_tokens"]
+        decode = len(reply["output_ids"]) - 1
+        everyone = decode * (nodes if slots else 1)
+        rows = prefill + everyone
+        layers = config.num_hidden_layers
+        own = (prefill + decode) * (layers - blocks[owner])
+        remote = (
+            own if not slots else prefill * (layers - blocks[owner]) + decode * layers * (nodes - 1)
+        )
         assert sum(node["scatter"] for node in sent) == 4 * (q + 2 * kv) * remote
-        assert sent[owner]["gather"] == sum(node["gather"] for node in sent) == 4 * q * remote
+        assert sum(node["gather"] for node in sent) == 4 * q * remote
+        assert sent[owner]["gather"] == 4 * q * own
         handoffs = (nodes - 1) * 2 * 4 * config.hidden_size // ranks * rows
         assert sum(node["handoff"] for node in sent) == handoffs
-        # Ids and positions of every row to every other node, then row numbers for prefill logits.
-        assert sent[owner]["metadata"] >= 16 * (nodes - 1) * rows
+        # Ids and positions to the first root only, positions on with each handoff; then row
+        # numbers for prefill logits.
+        inputs = 16 * (prefill + decode) * (owner > 0) + 8 * rows * (owner < nodes - 1)
+        assert sent[owner]["metadata"] >= inputs
+
+
+def check_slots(server: Server, expected: list[list[int]], nodes: int) -> None:
+    """A busy owner gets more slots than the others; too many rows run eagerly, and count."""
+    before = slots_of(server)
+    generate_on(server, expected, [0] * 6 + [1] * 2)
+    after = slots_of(server)
+    assert after["fallbacks"] == before["fallbacks"]
+    if nodes == 2:
+        assert after["replays"]["7,3"] > before["replays"].get("7,3", 0)
+    generate_on(server, expected, [0] * 10)
+    assert slots_of(server)["fallbacks"] > before["fallbacks"]
+
+
+def generate_on(server: Server, expected: list[list[int]], owners: list[int]) -> None:
+    """At once, the i-th prompt on the i-th of these owners."""
+    with ThreadPoolExecutor(len(owners)) as pool:
+        jobs = [
+            pool.submit(generate, server, PROMPTS[i], routed_dp_rank=owner)
+            for i, owner in enumerate(owners)
+        ]
+        assert tokens([job.result() for job in jobs]) == expected[: len(owners)]
+
+
+def slots_of(server: Server) -> dict[str, Any]:
+    states = [state["tknp"] for state in server.get_json("/server_info")["internal_states"]]
+    assert all(state["decode_slots"] == states[0]["decode_slots"] for state in states)
+    slots: dict[str, Any] = states[0]["decode_slots"]
+    return slots
 
 
 def check_killed_rank_ends_pool(server: Server, rank: int, ranks_per_node: int) -> None:
