@@ -6,7 +6,7 @@ True stored bytes, so quantised and mixed-precision layers and their scales coun
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +44,6 @@ def read_model_bytes(folder: Path, num_layers: int, tied: bool) -> ModelBytes:
         )
     return ModelBytes(
         embedding=embedding, layers=tuple(layers), final_norm=norm, head=head, tied=tied
-    )
-
-
-def estimate_model_bytes(config: Mapping[str, Any], dtype_bytes: int) -> ModelBytes:
-    """Bytes of a dense decoder with a gated MLP, from the fields of its config.json."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
-    vocabulary = config["vocab_size"] * hidden * dtype_bytes
-    tied = bool(config.get("tie_word_embeddings", False))
-    return ModelBytes(
-        embedding=vocabulary,
-        layers=(layer * dtype_bytes,) * config["num_hidden_layers"],
-        final_norm=hidden * dtype_bytes,
-        head=0 if tied else vocabulary,
-        tied=tied,
     )
 
 
