@@ -153,6 +153,14 @@ POOL_HOOKS = (
         delete_when="--dist-timeout reaches the gloo groups",
     ),
     Hook(
+        target="sglang.srt.model_executor.model_runner.ModelRunner.initialize",
+        kind="before",
+        function="sglang_tknp.model_ext.registry:before_initialize",
+        params=("self",),
+        reason="registers our models before SGLang first asks which class serves the checkpoint",
+        delete_when="SGLang has these models, or lets a plugin name a package of models",
+    ),
+    Hook(
         target="sglang.srt.model_executor.model_runner.ModelRunner.load_model",
         kind="around",
         function="sglang_tknp.model_ext.stage:around_load_model",

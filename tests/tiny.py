@@ -28,6 +28,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},  # biases
     "qwen3": {"head_dim": 16, "tie_word_embeddings": False},  # QK-norm, head_dim != hidden/heads
     "mistral": {"sliding_window": 24, "tie_word_embeddings": False, "head_dim": 8},
+    # A model of ours: LayerNorms off by one, no gate, and a quarter of each head turns.
+    "nemotron": {"head_dim": 16, "partial_rotary_factor": 0.25, "tie_word_embeddings": False},
 }
 
 

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from tests.serve.client import PROMPTS, generate_all, tokens
-from tests.serve.server import base_args, serve
+from tests.serve.server import base_args, check_native, serve
 from tests.tiny import make_tiny
+
+# Without TKNP, SGLang knows our models by its own switch only.
+STOCK_ENV = {"nemotron": {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_tknp.model_ext"}}
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +36,8 @@ def stock_tokens(
     @functools.cache
     def ask(family: str, ranks: int) -> list[list[int]]:
         args = base_args(checkpoint(family), tp_size=ranks)
-        with serve(args, logs / f"{family}-{ranks}.log") as server:
+        with serve(args, logs / f"{family}-{ranks}.log", STOCK_ENV.get(family)) as server:
+            check_native(server)
             return tokens(generate_all(server, PROMPTS))
 
     return ask

@@ -127,6 +127,11 @@ def serve(args: list[str], log: Path, env: dict[str, str] | None = None) -> Iter
         server.stop()
 
 
+def check_native(server: Server) -> None:
+    """SGLang, or we, have the model's class: it would run transformers' code otherwise."""
+    assert "falling back to Transformers" not in server.log.read_text()
+
+
 def base_args(model: Path, **flags: Any) -> list[str]:
     """Flags that every test server wants; `tp_size=2` becomes `--tp-size 2`, True a bare flag."""
     defaults: dict[str, Any] = {

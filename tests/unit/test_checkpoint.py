@@ -9,6 +9,7 @@ import pytest
 
 from sglang_tknp.checkpoint import read_model_bytes
 from sglang_tknp.estimate import estimate_model_bytes
+from tests.tiny import make_tiny
 
 Tensors = dict[str, tuple[str, tuple[int, ...], int]]  # name -> dtype, shape, bytes
 
@@ -201,3 +202,21 @@ def test_an_estimate_of_a_tied_model_with_its_own_head_dim() -> None:
     layer = 4 * (4 * 8 * 16 * 64 + 3 * 64 * 128 + 2 * 64)  # all of Q, K, V and O are 128x64
     assert found.layers == (layer,) * 3
     assert (found.head, found.tied) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": False}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("nemotron", {}),
+        ("nemotron", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ],
+)
+def test_an_estimate_is_what_a_checkpoint_stores(
+    family: str, changes: dict[str, bool], tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **changes)
+    config = json.loads((folder / "config.json").read_text())
+    stored = read_model_bytes(folder, config["num_hidden_layers"], config["tie_word_embeddings"])
+    assert estimate_model_bytes(config, 4) == stored

@@ -47,6 +47,29 @@ report({"loaded": loaded, "prepared": prepared, "resolved": state()})
 """
 )
 SCHEDULER = STATE + "import sglang.srt.managers.scheduler\nload_plugins()\nreport(state())"
+# Which classes of ours SGLang would build, before and after what a rank of a pool does.
+MODELS = (
+    STATE
+    + """
+import sglang.srt.managers.scheduler
+load_plugins()
+from sglang.srt.models.registry import ModelRegistry
+
+def ours():
+    found = ModelRegistry.get_supported_archs() and ModelRegistry.models
+    return {a: c.__module__ for a, c in found.items() if c.__module__.startswith("sglang_tknp")}
+
+before = ours()
+import sglang_tknp.model_ext.registry as registry
+registry.register_models()
+registry.register_models()
+registered = ours()
+ModelRegistry.models["NemotronForCausalLM"] = str  # as if a user had one
+registry.register_models()
+report({"before": before, "registered": registered, "kept": ours() == {}})
+"""
+)
+OUR_MODELS = {"NemotronForCausalLM": "sglang_tknp.model_ext.nemotron"}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +100,17 @@ def test_a_stock_scheduler_has_only_the_platforms_hooks_besides() -> None:
         wanted |= {hook.target for hook in compat.CPU_HOOKS}
     assert set(found["patched"]) == wanted
     assert (found["steps"], found["extensions"]) == ([], [])
+
+
+def test_without_tknp_sglang_has_its_own_models_only() -> None:
+    """It serves a Nemotron by transformers' code, as it would without this package."""
+    found = result_of(run_python(MODELS))
+    assert found == {"before": {}, "registered": OUR_MODELS, "kept": True}
+
+
+def test_without_tknp_sglangs_own_switch_adds_our_models() -> None:
+    found = result_of(run_python(MODELS, SGLANG_EXTERNAL_MODEL_PACKAGE="sglang_tknp.model_ext"))
+    assert found["before"] == found["registered"] == OUR_MODELS
 
 
 def test_with_tknp_on_a_scheduler_has_every_hook_of_the_pool() -> None:
