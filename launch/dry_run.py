@@ -162,11 +162,8 @@ def run(args: argparse.Namespace) -> Report:
     with planned_process(args.tknp_layer_blocks), tempfile.TemporaryDirectory() as folder:
         # SGLang wants a folder: of the shape alone, so that no other file decides.
         (Path(folder) / "config.json").write_text(json.dumps(model.config))
-        plans, facts = zip(
-            *(plan(args, model, folder, num_nodes) for num_nodes in sorted(set(args.nodes))),
-            strict=True,
-        )
-    return Report(facts=facts[0], plans=plans)
+        planned = [plan(args, model, folder, num_nodes) for num_nodes in sorted(set(args.nodes))]
+    return Report(facts=planned[0][1], plans=tuple(pool for pool, _ in planned))
 
 
 def plan(
@@ -175,7 +172,9 @@ def plan(
     """Resolve the server's arguments as a launch would, place, and build; facts are of the run."""
     from sglang_tknp.model_ext import blocks
     from sglang_tknp.model_ext.meta_build import build_pool
+    from sglang_tknp.model_ext.registry import register_models
 
+    register_models()
     server_args = compat.planned_server_args(
         model_path=folder,
         tp_size=num_nodes * args.tp_per_node,
@@ -229,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with quiet(), contextlib.redirect_stdout(sys.stderr):
             report = run(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"sglang-tknp: {error}\n")
         return 1
     print(to_json(report) if args.json else to_text(report))

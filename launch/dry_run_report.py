@@ -90,8 +90,8 @@ def _head(facts: Facts) -> str:
             f"{facts.model}: {facts.num_layers} layers, hidden {facts.hidden_size}, "
             f"{facts.num_heads} heads and {facts.num_kv_heads} KV heads of {facts.head_dim}, "
             f"vocabulary {facts.vocab_size}",
-            f"{facts.model_class} of SGLang {facts.sglang}, built on the meta device: nothing was "
-            "loaded or sent",
+            f"{facts.model_class} built from SGLang {facts.sglang}'s modules on the meta device: "
+            "nothing was loaded or sent",
             "",
             "assumed",
             f"  weights    {weights}; placed by sizes {source[facts.sizes_from]}",
@@ -150,11 +150,11 @@ def _check(plan: PoolPlan) -> str:
     if any(beyond):
         size = sum(beyond)
         same = (
-            f"SGLang's modules hold {human(abs(size))} {'more' if size > 0 else 'less'} than was "
+            f"the modules hold {human(abs(size))} {'more' if size > 0 else 'less'} than was "
             "placed (vocabulary padding and KV scales; or stored in another dtype)"
         )
     else:
-        same = "SGLang's modules hold the placed bytes exactly on every node"
+        same = "the modules hold the placed bytes exactly on every node"
     extra = f"; the ranks repeat {human(replicated)} that is not split"
     return same + extra + (f" and {human(uneven)} of KV heads" if uneven else "")
 

@@ -9,6 +9,13 @@ from sglang_tknp.placement import ModelBytes
 _UNGATED = ("nemotron",)
 _NORM_BIAS = ("nemotron",)
 _SCALE_BYTES = 4
+_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
 
 
 def estimate_model_bytes(config: Mapping[str, Any], dtype_bytes: int) -> ModelBytes:
@@ -16,11 +23,16 @@ def estimate_model_bytes(config: Mapping[str, Any], dtype_bytes: int) -> ModelBy
 
     A `quantization_config` of method fp8 gives one byte for each weight of the layers'
     projections, and float32 scales, except in the modules that it keeps; any other method is
-    read as the model's own dtype.
+    read as the model's own dtype. Raises ValueError where a size is missing.
 
     Args:
         dtype_bytes: bytes of one unquantised weight.
     """
+    if missing := [name for name in _FIELDS if not config.get(name)]:
+        raise ValueError(
+            f"the model's configuration names no {', '.join(missing)}, so its weights cannot be "
+            "sized without the checkpoint; use a folder with its safetensors files"
+        )
     hidden, norm = config["hidden_size"], _norm_elements(config) * dtype_bytes
     layers = tuple(
         2 * norm

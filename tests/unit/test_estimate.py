@@ -97,6 +97,12 @@ def test_biases_count_in_the_models_dtype() -> None:
     assert mlp - plain == 2 * (160 + 160 + 64)
 
 
+def test_a_configuration_without_sizes_is_refused() -> None:
+    config = {**TINY, "hidden_size": None, "vocab_size": 0}
+    with pytest.raises(ValueError, match="names no hidden_size, vocab_size, so its weights cannot"):
+        estimate_model_bytes(config, 2)
+
+
 def test_a_shape_is_a_copy() -> None:
     shapes.shape("llama-3.1-405b")["rope_scaling"]["factor"] = 1
     assert shapes.shape("llama-3.1-405b")["rope_scaling"]["factor"] == 8.0

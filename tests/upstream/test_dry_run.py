@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiny import make_tiny
 from tests.upstream.process import MARK, TINY, result_of, run_python
 
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore")]
@@ -42,10 +43,13 @@ CASES: dict[str, list[str]] = {
     "llama-405b text": ["llama-3.1-405b", "--nodes", "4"],
     "llama-405b fp8": ["llama-3.1-405b", "--quantization", "fp8", "--json"],
     "llama-405b paper": ["llama-3.1-405b-fp8", "--json"],
+    "nemotron-340b": ["nemotron-4-340b", "--json"],
+    "nemotron-340b fp8": ["nemotron-4-340b", "--quantization", "fp8", "--nodes", "4", "--json"],
     "llama-405b, no room": ["llama-3.1-405b", "--nodes", "2", "--device-memory-gb", "40", "--json"],
     "llama-405b, some room": ["llama-3.1-405b", "--device-memory-gb", "40", "--json"],
     "tied": ["tied", *SMALL, "--json"],
     "qwen3": ["qwen3", *SMALL, "--dtype", "float32", "--kv-cache-dtype", "bf16", "--json"],
+    "stored": ["stored", *SMALL, "--tp-per-node", "2", "--dtype", "float32", "--json"],
     "blocks": ["qwen3", *SMALL, "--tknp-layer-blocks", "3,1", "--json"],
     "bad blocks": ["qwen3", *SMALL, "--tknp-layer-blocks", "3,2"],
     "moe": ["moe", *SMALL],
@@ -76,7 +80,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, changes in CHECKPOINTS.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps({**TINY, **changes}))
-    paths = {name: str(folder / name) for name in CHECKPOINTS}
+    make_tiny("llama-untied", folder / "stored")
+    paths = {name: str(folder / name) for name in (*CHECKPOINTS, "stored")}
     cases = {name: [paths.get(argv[0], argv[0]), *argv[1:]] for name, argv in CASES.items()}
     return dict(result_of(run_python(SCRIPT, json.dumps(cases))))
 
@@ -96,26 +101,40 @@ LLAMA_LAYER = 2 * (16384 * 128 * 272 + 3 * 16384 * 53248 + 2 * 16384)
 LLAMA_VOCABULARY = 2 * 128256 * 16384
 LLAMA_NORM = 2 * 16384
 LLAMA_BYTES = 2 * 405_853_388_800
+# Two projections in the MLP, and a bias beside every norm's weight.
+NEMOTRON_NORM = 2 * 2 * 18432
+NEMOTRON_LAYER = 2 * (18432 * 192 * 208 + 2 * 18432 * 73728) + 2 * NEMOTRON_NORM
+NEMOTRON_BYTES = 96 * NEMOTRON_LAYER + NEMOTRON_NORM + 2 * (2 * 256000 * 18432)
+MODELS = [
+    ("llama-405b", LLAMA_BYTES, LLAMA_LAYER, LLAMA_NORM),
+    ("nemotron-340b", NEMOTRON_BYTES, NEMOTRON_LAYER, NEMOTRON_NORM),
+]
 
 
-def test_a_pool_holds_one_copy_and_sglang_agrees_exactly(plans: Any) -> None:
-    found = plans("llama-405b")
+@pytest.mark.parametrize(("name", "one_copy", "layer", "norm"), MODELS)
+def test_a_pool_holds_one_copy_and_its_modules_agree_exactly(
+    plans: Any, name: str, one_copy: int, layer: int, norm: int
+) -> None:
+    found = plans(name)
     assert sorted(found) == NODES
     for num_nodes, plan in found.items():
         placed = [node["placed_bytes"] for node in plan["nodes"]]
-        assert sum(placed) == plan["one_copy_bytes"] == LLAMA_BYTES
+        assert sum(placed) == plan["one_copy_bytes"] == one_copy
         assert [node["one_copy_bytes"] for node in plan["nodes"]] == placed
-        assert max(placed) - LLAMA_BYTES / num_nodes <= LLAMA_LAYER
+        assert max(placed) - one_copy / num_nodes <= layer
         assert plan["nodes"][0]["endpoints"] == ["embedding"]
         assert plan["nodes"][-1]["endpoints"] == ["final norm", "head"]
 
 
-def test_eight_ranks_repeat_the_norms_and_nothing_else(plans: Any) -> None:
-    for plan in plans("llama-405b").values():
+@pytest.mark.parametrize(("name", "one_copy", "layer", "norm"), MODELS)
+def test_eight_ranks_repeat_the_norms_and_nothing_else(
+    plans: Any, name: str, one_copy: int, layer: int, norm: int
+) -> None:
+    for plan in plans(name).values():
         for node in plan["nodes"]:
             norms = 2 * (node["layers"][1] - node["layers"][0])
             norms += 1 if "final norm" in node["endpoints"] else 0
-            assert node["replicated_bytes"] == 7 * norms * LLAMA_NORM
+            assert node["replicated_bytes"] == 7 * norms * norm
             assert node["uneven_bytes"] == 0
             assert node["weight_bytes"] == node["placed_bytes"] + node["replicated_bytes"]
             assert node["weight_bytes"] == 8 * node["rank_weight_bytes"]
@@ -136,6 +155,16 @@ def test_kv_tokens_are_memory_less_weights_over_a_tokens_bytes(plans: Any) -> No
     assert plan["kv_tokens"] == sum(node["kv_tokens"] for node in plan["nodes"])
 
 
+def test_nemotrons_kv_and_messages(plans: Any) -> None:
+    """Heads of 192 elements, 12 query heads and one KV head on a rank; 32 rows on each owner."""
+    plan = plans("nemotron-340b")[4]
+    assert plan["rank_kv_token_bytes"] == 96 * 2 * 192 * 2
+    assert plan["traffic"]["qkv"] == [32 * (12 + 2) * 192 * 2] * 4
+    assert plan["traffic"]["output"] == [32 * 12 * 192 * 2] * 4
+    assert plan["traffic"]["layer"] == [3 * 32 * (2 * 12 + 2) * 192 * 2] * 4
+    assert plan["traffic"]["logits"] == [32 * 32000 * 2] * 3 + [0]
+
+
 def test_messages_are_the_papers(plans: Any) -> None:
     """Section 4.4: batch 128 on four nodes of eight ranks, bfloat16."""
     traffic = plans("llama-405b")[4]["traffic"]
@@ -153,6 +182,8 @@ def test_fp8_halves_the_projections(plans: Any) -> None:
             layers = node["layers"][1] - node["layers"][0]
             # SGLang makes two KV scales for each layer, which such a checkpoint does not store.
             assert node["one_copy_bytes"] - node["placed_bytes"] == layers * 2 * 4
+    nemotron = plans("nemotron-340b fp8")[4]["one_copy_bytes"]
+    assert nemotron == NEMOTRON_BYTES - 96 * ((NEMOTRON_LAYER - 2 * NEMOTRON_NORM) // 2 - 6 * 4)
     one_copy = plans("llama-405b fp8")[2]["one_copy_bytes"]
     assert one_copy == LLAMA_BYTES - 126 * ((LLAMA_LAYER - 2 * LLAMA_NORM) // 2 - 7 * 4)
 
@@ -172,13 +203,13 @@ def test_the_papers_fp8_model(plans: Any) -> None:
 def test_text_shows_the_plan(ran: dict[str, Any]) -> None:
     text = ran["llama-405b text"]["out"]
     assert text.startswith("llama-3.1-405b: 126 layers, hidden 16384, 128 heads and 8 KV heads of ")
-    assert "LlamaForCausalLM of SGLang 0.5.23, built on the meta device" in text
+    assert "LlamaForCausalLM built from SGLang 0.5.23's modules on the meta device" in text
     assert "80 GiB x 0.875 = 70.00 GiB of a rank" in text
     assert (
         "144.0 KiB of QKV to and 128.0 KiB of output from each of 3 remote owners: 816.0 KiB"
         in (text)
     )
-    assert "SGLang's modules hold the placed bytes exactly on every node" in text
+    assert "the modules hold the placed bytes exactly on every node" in text
 
 
 def test_no_room_is_an_error_with_the_numbers(ran: dict[str, Any]) -> None:
@@ -227,6 +258,17 @@ def test_dtypes_of_weights_and_kv(plans: Any) -> None:
         assert node["one_copy_bytes"] - node["placed_bytes"] == 2 * 2 * 16 * 4
     assert plan["rank_kv_token_bytes"] == 4 * 2 * 16 * 2
     assert plan["traffic"]["qkv"][0] == 4 * (2 + 1 + 1) * 16 * 4
+
+
+def test_a_checkpoints_own_tensors_are_what_its_modules_hold(plans: Any, ran: Any) -> None:
+    plan = plans("stored")[2]
+    layer = 4 * (64 * 8 * (2 * 8 + 2 * 2) + 3 * 64 * 128 + 2 * 64)
+    assert [node["placed_bytes"] for node in plan["nodes"]] == [
+        3 * layer + 4 * 512 * 64,
+        2 * layer + 4 * 512 * 64 + 4 * 64,
+    ]
+    assert [node["one_copy_bytes"] - node["placed_bytes"] for node in plan["nodes"]] == [0, 0]
+    assert json.loads(ran["stored"]["out"])["facts"]["sizes_from"] == "checkpoint"
 
 
 def test_layer_blocks_are_the_users(plans: Any) -> None:
