@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from sglang_tknp.exchange import Exchange
 from sglang_tknp.layout import OwnershipLayout
+from sglang_tknp.transport import GlooTransport
 
 RESULTS = Path(__file__).parent / "results" / "exchange.json"
 DTYPE = torch.bfloat16
@@ -195,7 +196,8 @@ def run_rank(rank: int, store: str, rows_list: Sequence[int], repeats: int, queu
     limit = timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=limit)
     group = dist.new_group([ROOT, OWNER], timeout=limit)
-    exchange = Exchange(group, rank, 2, timeout=TIMEOUT)
+    transport = GlooTransport(group, timeout=TIMEOUT)
+    exchange = Exchange(transport, rank, [ROOT, OWNER], timeout=TIMEOUT)
     exchange.warm_up()
     results = []
     for size in SIZES:

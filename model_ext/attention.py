@@ -81,7 +81,7 @@ class RootAttention:
         step = self.current_step()
         layout, exchange, node = step.layout, step.exchange, step.node
         qkv = pack(q, k, v)
-        out = qkv.new_empty((layout.num_rows, output_size(self.layer)))
+        out = step.buffers.of_step("outputs", output_size(self.layer), qkv.dtype)
         exchange.scatter_begin(qkv, out, layout)
         if layout.rows[node]:
             mine = layout.slice_of(node)
@@ -93,24 +93,21 @@ class RootAttention:
 def attend_for_root(step: "Step", root: int, layers: Sequence[RadixAttention]) -> None:
     """The owner's side of a block: this node's rows of every layer, for another root.
 
-    The receive of the next layer is posted before this layer's attention, so that its rows
-    arrive while this node computes.
+    The receive of the next layer is posted as soon as this layer's outputs are on their way,
+    long before the root has its rows.
     """
-    num_rows = step.layout.rows[step.node]
-    if num_rows == 0:
+    if step.layout.rows[step.node] == 0:
         return
     exchange = step.exchange
 
-    def post(layer: RadixAttention) -> torch.Tensor:
-        rows = step.new_rows(num_rows, sum(qkv_sizes(layer)))
-        exchange.receive_rows_begin(rows, root)
-        return rows
+    def post(layer: RadixAttention) -> None:
+        width = sum(qkv_sizes(layer))
+        exchange.receive_rows_begin(step.buffers.of_node("rows", width, step.stage.dtype), root)
 
-    rows = post(layers[0])
+    post(layers[0])
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
-        received = rows
-        exchange.receive_rows_end()
-        if following is not None:
-            rows = post(following)
-        q, k, v = received.split(qkv_sizes(layer), dim=-1)
+        rows = exchange.receive_rows_end()
+        q, k, v = rows.split(qkv_sizes(layer), dim=-1)
         exchange.return_outputs(attend(layer, q, k, v, step.batch), root)
+        if following is not None:
+            post(following)

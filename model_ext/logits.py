@@ -16,6 +16,7 @@ import torch
 from sglang_tknp import compat
 from sglang_tknp.exchange import Exchange
 from sglang_tknp.layout import OwnershipLayout
+from sglang_tknp.model_ext.buffers import StepBuffers
 from sglang_tknp.model_ext.stage import Stage
 
 
@@ -56,7 +57,7 @@ class Logits:
         self,
         input_ids: torch.Tensor,
         hidden: torch.Tensor | None,
-        layout: OwnershipLayout,
+        buffers: StepBuffers,
         forward_batch: Any,
     ) -> Any:
         """SGLang's logits processor for this node's rows; reached by all ranks of the pool.
@@ -64,10 +65,10 @@ class Logits:
         Args:
             input_ids: [n]; hidden: [R, D] on the head's node, None elsewhere.
         """
-        self.hidden, self.layout = hidden, layout
-        num_rows = layout.rows[self.node]
+        self.hidden, self.layout = hidden, buffers.layout
+        num_rows = self.layout.rows[self.node]
         decode = compat.is_decode_step(forward_batch)
-        self.decoded = self._decode_logits(input_ids.device) if decode else None
+        self.decoded = self._decode_logits(buffers) if decode else None
         rows = torch.arange(num_rows, device=input_ids.device).unsqueeze(1)
         output = self.processor(input_ids, rows, self.stage.model.lm_head, forward_batch)
         if not decode:
@@ -76,13 +77,13 @@ class Logits:
         self.hidden = self.decoded = None
         return output
 
-    def _decode_logits(self, device: torch.device) -> torch.Tensor:
+    def _decode_logits(self, buffers: StepBuffers) -> torch.Tensor:
         """One product with the head for the whole step, sent back by owner: [n, V/T]."""
         if self.node == self.head_node:
             logits = self._head_product(self.hidden)
             self.exchange.send_slices(logits, self.layout.rows)
             return logits[self.layout.slice_of(self.node)]
-        return self._receive(self.layout.rows[self.node], device)
+        return self._receive(buffers.of_node("logits", self.width, self.dtype))
 
     def _fetch(self, rows: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """In place of LogitsProcessor._compute_lm_head: row numbers [m, 1] -> [m, V/T]."""
@@ -90,7 +91,7 @@ class Logits:
             assert rows.shape[0] == self.decoded.shape[0], "a decode step wants all of its rows"
             return self.decoded
         if rows.shape[0] == 0:
-            return self._receive(0, rows.device)
+            return self._empty(rows)
         logits = self._round(rows)
         assert logits is not None
         return logits
@@ -100,18 +101,22 @@ class Logits:
         counts = self.exchange.share_counts(rows.shape[0])
         if not any(counts):
             return None
-        wanted = self.exchange.share(rows.flatten() + self.layout.offsets[self.node], counts)
+        mine = rows.flatten() + self.layout.offsets[self.node]
         if self.node != self.head_node:
-            return self._receive(rows.shape[0], rows.device)
+            self.exchange.collect(mine, counts, self.head_node)
+            return self._receive(self._empty(rows))
+        wanted = mine.new_empty(sum(counts))
+        self.exchange.collect(mine, counts, self.head_node, wanted)
         assert self.hidden is not None
         logits = self._head_product(self.hidden[wanted])
         self.exchange.send_slices(logits, counts)
         return logits.split(counts)[self.node]
 
-    def _receive(self, num_rows: int, device: torch.device) -> torch.Tensor:
-        buffer = torch.empty((num_rows, self.width), dtype=self.dtype, device=device)
-        if num_rows and self.node != self.head_node:
-            self.exchange.receive_slice(buffer, self.head_node)
+    def _empty(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.empty((rows.shape[0], self.width), dtype=self.dtype, device=rows.device)
+
+    def _receive(self, buffer: torch.Tensor) -> torch.Tensor:
+        self.exchange.receive_slice(buffer, self.head_node)
         return buffer
 
     def _head_product(self, hidden: torch.Tensor | None) -> torch.Tensor:

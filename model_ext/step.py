@@ -1,21 +1,25 @@
 """One forward step over the nodes: the walk over the blocks.
 
-    every rank:  token ids and positions of all owners -> every rank of the peer group
+    every rank:  token ids and positions of its rows -> first root
     for block in blocks:
         root:    [receive handoff] -> SGLang's stage forward on all rows
                      per layer: QKV -> scatter -> attend own rows -> gather -> o_proj, MLP
-                 -> handoff to the next root
+                 -> handoff, with all rows' positions, to the next root
         others:  per layer: receive rows -> attend own rows -> return outputs
     head's node: final norm, logits of the wanted rows -> owners sample their own requests
 
-Timeline of one layer (root | owner), both sides posting receives before they are needed:
+Timeline of one layer (root | owner). Nobody waits for anything but the arrows:
 
     QKV of all rows             | (receive of this layer's rows was posted a layer ago)
     post receives of outputs    |
-    send owners their rows  --> | rows arrive; post the next layer's receive
+    send owners their rows  --> | rows arrive
     attend own rows             | attend own rows
-    outputs arrive in place <-- | send outputs
+    outputs arrive in place <-- | send outputs; post the next layer's receive
     o_proj, MLP                 | (waits for the next layer's rows)
+
+On CUDA all messages go onto one side stream in this order (transport_stream.py), sends and
+receives of the root beside its own attention. A decode step reads nothing on the host, so a
+graph captures it whole (graphs.py); what Python adds after a step, `finish`, is outside of it.
 """
 
 import copy
@@ -30,8 +34,12 @@ from sglang_tknp.config import TknpConfig
 from sglang_tknp.exchange import Exchange
 from sglang_tknp.layout import OwnershipLayout
 from sglang_tknp.model_ext.attention import RootAttention, attend_for_root
+from sglang_tknp.model_ext.buffers import StepBuffers
 from sglang_tknp.model_ext.logits import Logits
 from sglang_tknp.model_ext.stage import Stage
+from sglang_tknp.transport import GlooTransport, Transport
+
+FIRST_ROOT = 0
 
 
 class Step:
@@ -45,13 +53,16 @@ class Step:
         self.logits = Logits(stage, exchange)  # takes the model's logits processor
         self.stage_forward: Callable[..., Any] = stage.model.forward
         self.num_steps = 0
+        self.num_replays = 0  # of these, on a captured layout
+        self.num_fallbacks = 0  # decode steps that no captured layout could hold
         self.after_step: list[Callable[[], None]] = []
-        # Of the step that runs now; set by `forward`.
+        # Of the step that runs now; set by `run`.
         self.layout: OwnershipLayout
+        self.buffers: StepBuffers
         self.batch: Any = None  # SGLang's batch of this node's own requests
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> Any:
-        """Run one step; every rank of the pool reaches it with the same layout.
+        """Run one step on exact rows; every rank of the pool reaches it with the same layout.
 
         Args:
             input_ids, positions: [n] of this node's rows.
@@ -60,30 +71,53 @@ class Step:
         Returns:
             SGLang's LogitsProcessorOutput for this node's own requests.
         """
-        self.layout = OwnershipLayout(rows=tuple(forward_batch.global_num_tokens_cpu))
-        self.batch = forward_batch
-        num_rows = self.layout.rows[self.node]
-        ids, all_positions = self._share_inputs(input_ids[:num_rows], positions[:num_rows])
+        layout = OwnershipLayout(rows=tuple(forward_batch.global_num_tokens_cpu))
+        buffers = StepBuffers(layout, self.node, self._fresh)
+        n = layout.rows[self.node]
+        output = self.run(buffers, input_ids[:n], positions[:n], forward_batch)
+        self.finish()
+        return output
+
+    def run(
+        self,
+        buffers: StepBuffers,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: Any,
+    ) -> Any:
+        """The step itself, on the rows or the slots of `buffers.layout`."""
+        self.layout, self.buffers, self.batch = buffers.layout, buffers, forward_batch
+        ids, all_positions = self._collect_inputs(input_ids, positions)
         with self.stage.scope():
             hidden = self._walk(ids, all_positions)
-            output = self.logits.run(input_ids[:num_rows], hidden, self.layout, forward_batch)
+            output = self.logits.run(input_ids, hidden, buffers, forward_batch)
         self.exchange.finish_step()
+        return output
+
+    def finish(self) -> None:
+        """After every step, captured or not."""
         self.num_steps += 1
         for call in self.after_step:
             call()
-        return output
 
-    def _share_inputs(
+    def _fresh(self, name: str, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((num_rows, width), dtype=dtype, device=self.device)
+
+    def _collect_inputs(
         self, ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every rank's [n] ids and positions -> all ranks' [R]: first root embeds, roots rotate."""
-        counts = self.layout.rows
-        doubled = torch.stack((ids.long(), positions.long()), dim=1)  # [n, 2]
-        shared = self.exchange.share(doubled.reshape(-1), [2 * n for n in counts])
-        both = shared.view(-1, 2)
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Every rank's [n] -> the first root's ids and positions [R]; later roots get positions
+        with the handoff, and no ids: a stage that asks for them fails instead of reading others.
+        """
+        local = torch.stack((ids.long(), positions.long()), dim=1)  # [n, 2]
+        if self.node != FIRST_ROOT:
+            self.exchange.collect(local, self.layout.rows, FIRST_ROOT)
+            return None, self.buffers.of_step("positions", 1, torch.int64).view(-1)
+        both = self.buffers.of_step("inputs", 2, torch.int64)
+        self.exchange.collect(local, self.layout.rows, FIRST_ROOT, both)
         return both[:, 0].contiguous(), both[:, 1].contiguous()
 
-    def _walk(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+    def _walk(self, ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor | None:
         """Visit the blocks in order; the last node returns the hidden states [R, D] to the head."""
         hidden = None
         placement = self.stage.placement
@@ -95,23 +129,23 @@ class Step:
                 attend_for_root(self, root, layers)
         return hidden
 
-    def _run_block(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+    def _run_block(self, ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor | None:
         """This node is the active root: its block's dense layers for the full batch."""
         kwargs = {}
-        if self.node > 0:
-            hidden, residual = (
-                self.new_rows(self.layout.num_rows, self.stage.hidden_size) for _ in "hr"
-            )
-            self.exchange.receive_handoff((hidden, residual), self.node - 1)
+        if self.node != FIRST_ROOT:
+            width, dtype = self.stage.hidden_size, self.stage.dtype
+            hidden = self.buffers.of_step("hidden", width, dtype)
+            residual = self.buffers.of_step("residual", width, dtype)
+            self.exchange.receive_handoff((hidden, residual), positions, self.node - 1)
             kwargs["pp_proxy_tensors"] = compat.handoff_tensors(hidden, residual)
         out = self.stage_forward(ids, positions, self._root_batch(ids, positions), **kwargs)
         if self.stage.is_head_node:
             return out  # the hidden states, from the logits processor's stand-in
         handoff = tuple(out.tensors[name].contiguous() for name in ("hidden_states", "residual"))
-        self.exchange.send_handoff(handoff, self.node + 1)
+        self.exchange.send_handoff(handoff, positions, self.node + 1)
         return None
 
-    def _root_batch(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+    def _root_batch(self, ids: torch.Tensor | None, positions: torch.Tensor) -> Any:
         """The batch that the dense layers see: all owners' rows, and no owner's KV places.
 
         Attention never uses it: RootAttention takes the owner's batch.
@@ -122,21 +156,29 @@ class Step:
         batch.out_cache_loc = None  # a model that writes KV by itself must fail, not corrupt
         return batch
 
-    def new_rows(self, num_rows: int, width: int) -> torch.Tensor:
-        return torch.empty((num_rows, width), dtype=self.stage.dtype, device=self.device)
+
+def make_transport(stage: Stage, timeout: float) -> Transport:
+    """gloo on a CPU; a side stream and SGLang's own NCCL communicators on CUDA."""
+    if stage.device.type == "cpu":
+        node_group = stage.node_group.device_group
+        return GlooTransport(stage.peers.device_group, timeout=timeout, node_group=node_group)
+    from sglang_tknp.transport_stream import CudaStreams, NcclChannel, StreamTransport
+
+    channel = NcclChannel(*(compat.nccl_communicator(g) for g in (stage.peers, stage.node_group)))
+    return StreamTransport(stage.device, CudaStreams(), channel)
 
 
 def install_step(stage: Stage) -> None:
     """Put the step in place of the model's forward; reached by all ranks (the links warm up)."""
+    timeout = TknpConfig.from_env().exchange_timeout
     exchange = Exchange(
-        stage.peers.device_group,
+        make_transport(stage, timeout),
         stage.node,
-        stage.topology.num_nodes,
-        timeout=TknpConfig.from_env().exchange_timeout,
-        node_group=stage.node_group.device_group,
-        cpu_group=stage.peers.cpu_group,
+        stage.peers.ranks,
+        timeout=timeout,
         tp_rank=stage.topology.tp_rank,
         tp_size=stage.topology.tp_size,
+        cpu_group=stage.peers.cpu_group,
     )
     exchange.warm_up()
     step = Step(stage, exchange)

@@ -204,6 +204,16 @@ def torch_backend(group: Any) -> str:
     return str(torch.distributed.get_backend(group.device_group))
 
 
+def nccl_communicator(group: Any) -> Any:
+    """A GroupCoordinator's PyNccl communicator, which can be captured; None with one member."""
+    if group.world_size > 1 and group.pynccl_comm is None:
+        raise RuntimeError(
+            f"SGLang made no PyNccl communicator for the group {group.unique_name}, and TKNP's "
+            "exchange on CUDA needs it"
+        )
+    return group.pynccl_comm
+
+
 def initialize_model(model_config: Any, load_config: Any) -> Any:
     """SGLang's model class built from its configuration, on the current default device."""
     import torch

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_tknp.exchange import Exchange
+from sglang_tknp.transport import GlooTransport, Transport
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 _GRACE = 0.5  # seconds in which other ranks' tracebacks may join the first one
@@ -117,15 +118,20 @@ class Place:
     peer_group: dist.ProcessGroup
     node_group: dist.ProcessGroup
 
-    def exchange(self, timeout: float = 10.0) -> Exchange:
-        return Exchange(
+    def exchange(self, timeout: float = 10.0, transport: Transport | None = None) -> Exchange:
+        gloo = GlooTransport(
             self.peer_group,
-            self.node,
-            self.num_nodes,
             timeout=timeout,
             node_group=self.node_group if self.tp_size > 1 else None,
+        )
+        return Exchange(
+            transport or gloo,
+            self.node,
+            dist.get_process_group_ranks(self.peer_group),
+            timeout=timeout,
             tp_rank=self.tp_rank,
             tp_size=self.tp_size,
+            cpu_group=self.peer_group,
         )
 
 
