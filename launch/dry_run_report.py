@@ -172,5 +172,5 @@ def _traffic_lines(traffic: StepTraffic, facts: Facts) -> list[str]:
         f"  logits     {most}{human(max(traffic.logits))} to an owner's rank",
         f"  a step     per peer group {human(traffic.exchange)} of exchange, "
         f"{human(traffic.handoffs)} of handoffs, {human(sum(traffic.logits))} of logits, "
-        f"{human(traffic.inputs)} of ids; {human(traffic.pool)} in the pool",
+        f"{human(traffic.inputs)} of ids and positions; {human(traffic.pool)} in the pool",
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sglang_tknp.layout import OwnershipLayout, exchange_bytes
 
-_INPUT_BYTES = 2 * 8  # a row's token id and position, int64 each
+_ID_BYTES = _POSITION_BYTES = 8  # of a row, int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class StepTraffic:
     handoff: int  # hidden and residual at one block's end, a rank's 1/T
     handoffs: int  # of all blocks' ends
     logits: tuple[int, ...]  # to each owner; 0 for the head's node
-    inputs: int  # token ids and positions, every node to every other
+    inputs: int  # ids and positions to the first root, positions with every handoff
     pool: int  # everything, of all T peer groups
 
     @property
@@ -68,7 +68,8 @@ def step_traffic(layout: OwnershipLayout, blocks: Sequence[int], sizes: RowSizes
     handoff = 2 * -(-hidden // sizes.tp_size) * width
     head_rows = (*layout.rows[:-1], 0)  # the last node has the head
     logits = tuple(n * sizes.head_width * width for n in head_rows)
-    inputs = layout.num_rows * (num_nodes - 1) * _INPUT_BYTES
+    inputs = layout.remote_rows(0) * (_ID_BYTES + _POSITION_BYTES)
+    inputs += layout.num_rows * (num_nodes - 1) * _POSITION_BYTES
     every_group = exchange + sum(logits) + inputs
     return StepTraffic(
         rows=layout.rows,

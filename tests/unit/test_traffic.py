@@ -33,8 +33,8 @@ def test_a_step_sums_layers_handoffs_logits_and_ids() -> None:
     assert found.handoff == 2 * 128 * 16384 * 2 // 8 == 1 * MIB
     assert found.handoffs == 3 * MIB
     assert found.logits == (*(32 * 16032 * 2,) * 3, 0)  # the head's node keeps its own
-    assert found.inputs == 128 * 3 * 16
-    assert found.peer_group == found.exchange + 3 * MIB + 3 * 32 * 16032 * 2 + 128 * 3 * 16
+    assert found.inputs == 96 * 16 + 3 * 128 * 8
+    assert found.peer_group == found.exchange + 3 * MIB + 3 * 32 * 16032 * 2 + 4608
     assert found.pool == 8 * found.peer_group
 
 
@@ -49,6 +49,7 @@ def test_a_layer_counts_the_rows_that_are_not_its_roots() -> None:
     # 70 elements over 4 ranks: the first rank sends 18, all of them together 70.
     assert found.handoff == 2 * 18 * 2
     assert found.logits == (5 * 14, 0, 0)
+    assert found.inputs == 2 * 16 + 2 * 7 * 8  # the first root has the ids of its own 5 rows
     groups = 4 * (found.exchange + 5 * 14 + found.inputs)
     assert found.pool == groups + 2 * 2 * 70 * 2
 
