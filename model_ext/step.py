@@ -24,6 +24,7 @@ graph captures it whole (graphs.py); what Python adds after a step, `finish`, is
 
 import copy
 import types
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ from sglang_tknp.model_ext.attention import RootAttention, attend_for_root
 from sglang_tknp.model_ext.buffers import StepBuffers
 from sglang_tknp.model_ext.logits import Logits
 from sglang_tknp.model_ext.stage import Stage
+from sglang_tknp.slots import SlotTable
 from sglang_tknp.transport import GlooTransport, Transport
 
 FIRST_ROOT = 0
@@ -53,8 +55,9 @@ class Step:
         self.logits = Logits(stage, exchange)  # takes the model's logits processor
         self.stage_forward: Callable[..., Any] = stage.model.forward
         self.num_steps = 0
-        self.num_replays = 0  # of these, on a captured layout
-        self.num_fallbacks = 0  # decode steps that no captured layout could hold
+        self.slots: SlotTable | None = None  # the captured layouts, once they are
+        self.replays: Counter[OwnershipLayout] = Counter()  # steps on each of them
+        self.num_fallbacks = 0  # decode steps that none of them could hold
         self.after_step: list[Callable[[], None]] = []
         # Of the step that runs now; set by `run`.
         self.layout: OwnershipLayout

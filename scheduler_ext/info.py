@@ -11,7 +11,7 @@ from sglang_tknp.config import TknpConfig
 from sglang_tknp.model_ext.stage import Stage, current_stage
 from sglang_tknp.placement import format_table
 from sglang_tknp.scheduler_ext import reports
-from sglang_tknp.scheduler_ext.metrics import ExchangeMetrics
+from sglang_tknp.scheduler_ext.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ def start_metrics(scheduler: Any, stage: Stage) -> None:
     """On the first rank of a node: count its exchange, after every step and when it goes idle."""
     if not compat.metrics_enabled() or stage.topology.tp_rank != 0:
         return
-    metrics = ExchangeMetrics(
-        stage.step.exchange,
+    metrics = StepMetrics(
+        stage.step,
         stage.node,
         int(scheduler.max_total_num_tokens),
         stage.placement.blocks[stage.node],
@@ -80,10 +80,22 @@ def after_add_topology(result: Any, controller: Any, state: dict[str, Any]) -> N
         "kv_tokens": int(controller.scheduler.max_total_num_tokens),
         "exchange_timeout": TknpConfig.from_env().exchange_timeout,
         "num_steps": stage.step.num_steps,
+        "decode_slots": decode_slots(stage.step),
         "exchange": {
             kind: {"messages": traffic.messages, "bytes": traffic.bytes}
             for kind, traffic in stage.step.exchange.stats.items()
         },
+    }
+
+
+def decode_slots(step: Any) -> dict[str, Any] | None:
+    """The captured layouts, as slots per owner, and how many steps ran on each; None if none."""
+    if step.slots is None:
+        return None
+    return {
+        "layouts": [list(layout.rows) for layout in (*step.slots.even, *step.slots.uneven)],
+        "replays": {",".join(map(str, layout.rows)): n for layout, n in step.replays.items()},
+        "fallbacks": step.num_fallbacks,
     }
 
 

@@ -4,28 +4,36 @@ import functools
 import time
 from typing import Any
 
-from sglang_tknp.exchange import Exchange
 from sglang_tknp.scheduler_ext.assigner import Assigner
 from sglang_tknp.scheduler_ext.view import load_imbalance, owner_state
 
 PERIOD = 1.0  # seconds between updates while the pool steps
 
 
-class ExchangeMetrics:
-    """Counts what the first rank of a node sends; one per process, after SGLang set metrics up."""
+class StepMetrics:
+    """Counts a node's steps and what its first rank sends; one per process.
 
-    def __init__(self, exchange: Exchange, node: int, kv_tokens: int, num_layers: int) -> None:
+    Made after SGLang set metrics up. `step` is the rank's model_ext.step.Step.
+    """
+
+    def __init__(self, step: Any, node: int, kv_tokens: int, num_layers: int) -> None:
         # Here, not above: prometheus_client decides on its multiprocess mode when it is imported.
         from prometheus_client import Counter, Gauge
 
         def counter(name: str, text: str) -> Any:
             return Counter(f"sglang:tknp_exchange_{name}", text, ["node", "kind"])
 
-        self.exchange = exchange
+        self.step = step
         self.node = str(node)
         self.bytes = counter("bytes", "Bytes that the first rank of a TKNP node sent to its peers")
         self.messages = counter("messages", "Messages that the first rank of a TKNP node sent")
-        self.reported = dict.fromkeys(exchange.stats, (0, 0))
+        self.reported = dict.fromkeys(step.exchange.stats, (0, 0))
+        text = (
+            "Steps of a TKNP node: replayed on a captured layout, fallback (a decode step that no "
+            "captured layout holds) or eager (any other)"
+        )
+        self.steps = Counter("sglang:tknp_steps", text, ["node", "path"])
+        self.counted: dict[str, int] = {}
         self.due = 0.0
         for name, text, value in (
             ("kv_tokens", "KV tokens that a TKNP node can hold", kv_tokens),
@@ -44,7 +52,16 @@ class ExchangeMetrics:
             self.update()
 
     def update(self) -> None:
-        for kind, traffic in self.exchange.stats.items():
+        step = self.step
+        replayed = sum(step.replays.values())
+        eager = step.num_steps - replayed - step.num_fallbacks
+        paths = {"replayed": replayed, "fallback": step.num_fallbacks, "eager": eager}
+        for path, number in paths.items():
+            # A fallback is counted when it starts, so that its step may still be missing.
+            new = max(0, number - self.counted.get(path, 0))
+            self.steps.labels(self.node, path).inc(new)
+            self.counted[path] = self.counted.get(path, 0) + new
+        for kind, traffic in step.exchange.stats.items():
             num_messages, num_bytes = self.reported[kind]
             self.messages.labels(self.node, kind).inc(traffic.messages - num_messages)
             self.bytes.labels(self.node, kind).inc(traffic.bytes - num_bytes)

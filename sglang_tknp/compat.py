@@ -299,6 +299,12 @@ def declare(server_args: Any, **values: Any) -> None:
     declare_resolution(server_args, "sglang-tknp", **values)
 
 
+def graph_backends(server_args: Any) -> tuple[str, str]:
+    """(decode, prefill) graph backends: "full", "breakable" or "disabled"."""
+    config = resolving(server_args).cuda_graph_config
+    return config.decode.backend, config.prefill.backend
+
+
 def model_config(server_args: Any) -> Any:
     """SGLang's ModelConfig of arguments under resolution."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
@@ -325,3 +331,25 @@ def metrics_enabled() -> bool:
     from sglang.srt.runtime_context import get_observability
 
     return bool(get_observability().enable_metrics)
+
+
+def prepare_slots_without_graphs(model_runner: Any) -> None:
+    """What SGLang's decode graph runner needs where graphs are off (--tknp-force-slots)."""
+    from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+
+    if model_runner.graph_shared_output is None:
+        rows = model_runner.max_decode_logits_rows()
+        device = model_runner.device
+        model_runner.graph_shared_output = GraphSharedOutput(device=device, max_rows=rows)
+    backend = model_runner.attn_backend
+    if type(backend).__name__ == "TorchNativeAttnBackend":
+        # It plans nothing and reads the batch itself, so there is nothing to capture.
+        backend.get_cuda_graph_seq_len_fill_value = lambda: 1
+        backend.init_cuda_graph_state = lambda max_bs, max_num_tokens: None
+
+
+def with_decode_runner(captured: Any, runner: Any) -> Any:
+    """SGLang's result of its graph captures, with another decode runner."""
+    from msgspec.structs import replace
+
+    return replace(captured, decode=replace(captured.decode, runner=runner))

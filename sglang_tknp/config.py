@@ -15,6 +15,7 @@ DEFAULT_EXCHANGE_TIMEOUT = 120.0
 MAX_EXCHANGE_TIMEOUT = 86400.0
 OWNER_POLICIES = ("kv-reserved", "kv-used")
 DEFAULT_MAX_OVERTAKES = 16
+DEFAULT_UNEVEN_LAYOUTS = 8
 DEFAULT_EXPECTED_OUTPUT = 1024  # tokens, of a request that names no length
 
 
@@ -30,6 +31,8 @@ class TknpConfig:
     expected_output_tokens: int | None = None
     max_overtakes: int = DEFAULT_MAX_OVERTAKES
     prefix_slack: int | None = None  # KV tokens; None: no prefix affinity
+    force_slots: bool = False
+    uneven_layouts: int = DEFAULT_UNEVEN_LAYOUTS
 
     def __post_init__(self) -> None:
         if self.exchange_timeout > MAX_EXCHANGE_TIMEOUT:
@@ -46,6 +49,11 @@ class TknpConfig:
             raise ValueError(
                 f"--tknp-device-memory-gb={self.device_memory_gb:g} must be a positive number of "
                 "GiB; leave it out to share the machine's free memory between the ranks"
+            )
+        if self.uneven_layouts < 0:
+            raise ValueError(
+                f"--tknp-uneven-layouts={self.uneven_layouts} must not be negative; 0 leaves "
+                "layouts with the same slots for every owner only"
             )
         self._check_controller()
 
@@ -126,6 +134,8 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
     "expected_output_tokens": _whole_number,
     "max_overtakes": _whole_number,
     "prefix_slack": _whole_number,
+    "force_slots": _switch,
+    "uneven_layouts": _whole_number,
 }
 
 
@@ -164,7 +174,27 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "SGLang sizes its KV pool from it as on a GPU. Default: the machine's free memory shared "
         "between its ranks. Works without --enable-tknp too.",
     )
+    _add_slot_args(group, default)
     _add_controller_args(group, default)
+
+
+def _add_slot_args(group: Any, default: TknpConfig) -> None:
+    group.add_argument(
+        "--tknp-uneven-layouts",
+        type=int,
+        default=default.uneven_layouts,
+        help="CUDA graphs: the most layouts with different slots per owner that are captured "
+        "beside the ones with equal slots; each costs a graph and serves steps in which one owner "
+        f"has about twice the requests of the others. Default: {DEFAULT_UNEVEN_LAYOUTS}.",
+    )
+    group.add_argument(
+        "--tknp-force-slots",
+        action="store_true",
+        default=default.force_slots,
+        help="Run decode steps on the padded slots of captured layouts without capturing graphs, "
+        "on CPUs too (sizes: --cuda-graph-bs-decode). To test slots and to tell a fault of graphs "
+        "from one of slots; costs padded work.",
+    )
 
 
 def _add_controller_args(group: Any, default: TknpConfig) -> None:

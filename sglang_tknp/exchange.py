@@ -9,9 +9,8 @@ Order of one step's messages, the same on every rank, so that each pair sees one
 [handoff out], then the rounds of `share_counts`, `collect` and logits, then `finish_step`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
@@ -20,19 +19,11 @@ import torch
 import torch.distributed as dist
 
 from sglang_tknp.layout import OwnershipLayout
-from sglang_tknp.transport import KINDS, Transfer, Transport
+from sglang_tknp.transport import KINDS, Traffic, Transfer, Transport
 
 
 class ExchangeError(RuntimeError):
     """A transfer failed or took longer than --tknp-exchange-timeout; the pool must stop."""
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What this rank sent of one kind."""
-
-    messages: int = 0
-    bytes: int = 0
 
 
 class Exchange:
@@ -70,6 +61,18 @@ class Exchange:
 
     def reset_stats(self) -> None:
         self.stats = {kind: Traffic() for kind in KINDS}
+
+    def traffic_since(self, before: Mapping[str, Traffic]) -> dict[str, Traffic]:
+        """What was sent after `before`, a copy of `stats`."""
+        return {
+            kind: Traffic(now.messages - before[kind].messages, now.bytes - before[kind].bytes)
+            for kind, now in self.stats.items()
+        }
+
+    def add_traffic(self, traffic: Mapping[str, Traffic]) -> None:
+        """Count what a captured step sends, which no Python sees."""
+        for kind, sent in traffic.items():
+            self._count(kind, sent.messages, sent.bytes)
 
     def warm_up(self) -> None:
         """One byte between every pair, in node order. All ranks must reach it, before all else.

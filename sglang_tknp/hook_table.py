@@ -187,6 +187,24 @@ POOL_HOOKS = (
         delete_when="permanent",
     ),
     Hook(
+        target=(
+            "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_cuda_graphs"
+        ),
+        kind="around",
+        function="sglang_tknp.model_ext.graphs:around_capture_cuda_graphs",
+        params=("model_runner",),
+        reason="decode graphs of a pool are captured over ownership layouts",
+        delete_when="SGLang lets a plugin name the decode graph runner of an in-tree platform",
+    ),
+    Hook(
+        target="sglang.srt.model_executor.forward_batch_info.ForwardMode.is_cpu_graph",
+        kind="around",
+        function="sglang_tknp.model_ext.graphs:around_is_cpu_graph",
+        params=("self",),
+        reason="--tknp-force-slots on a CPU: idle nodes too, as is_cuda_graph has it",
+        delete_when="SGLang's CPU graphs know attention DP",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.init_idle_sleeper",
         kind="after",
         function="sglang_tknp.scheduler_ext.idle:after_init_idle_sleeper",

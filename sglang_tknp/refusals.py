@@ -235,6 +235,20 @@ REFUSALS = (
         reason="its daemon holds whole models, and a node holds a block",
     ),
     Refusal(
+        field="disable_cuda_graph_padding",
+        flag="--disable-cuda-graph-padding",
+        stock=(False,),
+        reason="owners rarely have exactly a captured number of rows, so no graph would ever run",
+        fix="use --disable-cuda-graph for exact rows",
+    ),
+    Refusal(
+        field="debug_cuda_graph",
+        flag="--debug-cuda-graph",
+        stock=(False,),
+        reason="it needs breakable graphs, and TKNP captures a decode step whole",
+        fix="use --tknp-force-slots, which runs what graphs replay without graphs",
+    ),
+    Refusal(
         field="enable_torch_compile",
         flag="--enable-torch-compile",
         stock=(False,),
@@ -261,6 +275,26 @@ def refused(server_args: Any, env: Mapping[str, str] = os.environ) -> str | None
                 f"{refusal.flag} ({value!r}) does not work with --enable-tknp: {refusal.reason}; "
                 f"{fix}"
             )
+    return None
+
+
+def refused_graphs(decode: str, prefill: str, *, force_slots: bool) -> str | None:
+    """The message for graph backends that TKNP does not serve, or None."""
+    if prefill != "disabled":
+        return (
+            f"--cuda-graph-backend-prefill={prefill} does not work with --enable-tknp: prefill "
+            "steps have any number of rows per owner and run eagerly; leave it out"
+        )
+    if force_slots and decode != "disabled":
+        return (
+            f"--cuda-graph-backend-decode={decode} does not work with --tknp-force-slots, which "
+            "runs the captured slots without graphs; leave one of them out"
+        )
+    if decode not in ("full", "disabled"):
+        return (
+            f"--cuda-graph-backend-decode={decode} does not work with --enable-tknp: a decode step "
+            "is captured whole, with its exchange; use full or disabled"
+        )
     return None
 
 

@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 # On the command line a refusal is one line on stderr; to a caller of engine() it is a ValueError.
 exit_on_refusal = False
 
+# Slots per owner of --tknp-force-slots, where the user names no --cuda-graph-bs-decode.
+FORCED_SLOTS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
+
 
 def _check(check: Callable[..., Any], *args: Any) -> Any:
     return fail_closed(check, *args) if exit_on_refusal else check(*args)
@@ -49,13 +52,19 @@ def _resolve_layout(server_args: Any) -> None:
         compat.declare(server_args, attn_dp_size=num_nodes)
 
 
-def resolve_cuda(server_args: Any) -> None:
-    """On CUDA: no graphs yet, and FlashInfer's attention unless the user names another."""
-    if compat.cpu_platform_active():
-        return
-    logger.info("TKNP runs without CUDA graphs for now: decode and prefill graphs are off")
-    compat.declare(server_args, disable_decode_cuda_graph=True, disable_prefill_cuda_graph=True)
-    if compat.resolving(server_args).attention_backend is None:
+def resolve_graphs(server_args: Any) -> None:
+    """Decode graphs only; the slots of --tknp-force-slots; FlashInfer's attention on CUDA."""
+    _check(_resolve_graphs, server_args)
+
+
+def _resolve_graphs(server_args: Any) -> None:
+    cfg = compat.resolving(server_args)
+    compat.declare(server_args, disable_prefill_cuda_graph=True)
+    if TknpConfig.from_env().force_slots:
+        compat.declare(server_args, disable_decode_cuda_graph=True)
+        if cfg.cuda_graph_bs_decode is None:
+            compat.declare(server_args, cuda_graph_bs_decode=FORCED_SLOTS)
+    if not compat.cpu_platform_active() and cfg.attention_backend is None:
         compat.declare(server_args, attention_backend="flashinfer")
 
 
@@ -74,8 +83,18 @@ def _check_model_kind(server_args: Any) -> None:
 
 
 def check_model_size(server_args: Any) -> None:
-    """The model's layers and heads against the nodes."""
+    """The model's layers and heads against the nodes, and what is captured."""
     _check(_check_model_size, server_args)
+    _check(_check_graphs, server_args)
+
+
+def _check_graphs(server_args: Any) -> None:
+    """By now all of SGLang's ways to name a graph backend have come together."""
+    message = refusals.refused_graphs(
+        *compat.graph_backends(server_args), force_slots=TknpConfig.from_env().force_slots
+    )
+    if message:
+        raise ValueError(message)
 
 
 def _check_model_size(server_args: Any) -> None:
@@ -108,7 +127,7 @@ def _before(step: Callable[[Any], None]) -> Callable[..., None]:
 # SGLang's steps, in their order, and what TKNP does before each.
 STEPS = {
     "handle_deprecated_dp_attention": _before(resolve_layout),
-    "handle_cuda_graph_config": _before(resolve_cuda),
+    "handle_cuda_graph_config": _before(resolve_graphs),
     "handle_model_specific_adjustments": _before(check_model_kind),
     "handle_other_validations": _before(check_model_size),
 }

@@ -18,6 +18,14 @@ _TAGS = {kind: tag for tag, kind in enumerate((*KINDS, "warm-up", "probe"), star
 
 
 @dataclass(slots=True)
+class Traffic:
+    """What a rank sent of one kind."""
+
+    messages: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
 class Transfer:
     """One message; holds its tensor until the transport is done with it."""
 

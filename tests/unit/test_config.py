@@ -28,6 +28,8 @@ CONFIGS = st.builds(
     expected_output_tokens=st.none() | st.integers(1, 1 << 30),
     max_overtakes=st.integers(0, 1000),
     prefix_slack=st.none() | st.integers(0, 1 << 30),
+    force_slots=st.booleans(),
+    uneven_layouts=st.integers(0, 1000),
 )
 FLAGS = [
     "--enable-tknp",
@@ -38,6 +40,8 @@ FLAGS = [
     "--tknp-expected-output-tokens",
     "--tknp-max-overtakes",
     "--tknp-prefix-slack",
+    "--tknp-force-slots",
+    "--tknp-uneven-layouts",
 ]
 
 

@@ -104,6 +104,15 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "memory": ("llama", [*ON, "--tknp-device-memory-gb", "3"]),
     "accelerator": ("llama", ON),
     "accelerator, own backend": ("llama", [*ON, "--attention-backend", "triton"]),
+    "accelerator, no graphs": ("llama", [*ON, "--disable-cuda-graph"]),
+    "accelerator, slots": ("llama", [*ON, "--tknp-force-slots"]),
+    "accelerator, prefill graphs": ("llama", [*ON, "--cuda-graph-backend-prefill", "breakable"]),
+    "accelerator, breakable": ("llama", [*ON, "--cuda-graph-backend-decode", "breakable"]),
+    "accelerator, slots and graphs": (
+        "llama",
+        [*ON, "--tknp-force-slots", "--cuda-graph-backend-decode", "full"],
+    ),
+    "slots": ("llama", [*ON, "--tknp-force-slots", "--cuda-graph-bs-decode", "3", "5"]),
     "accelerator, memory": ("llama", [*ON, "--tknp-device-memory-gb", "3"]),
     **{name: (name, ON) for name in NOT_SERVED},
     "state-space, no radix cache": ("state-space", [*ON, "--disable-radix-cache"]),
@@ -119,13 +128,14 @@ from sglang_tknp import compat, hooks
 
 KEPT = dict(os.environ)
 FIELDS = ("tp_size", "attn_dp_size", "device", "attention_backend", "mem_fraction_static",
-          "sleep_on_idle", "disable_decode_cuda_graph", "disable_prefill_cuda_graph")
+          "sleep_on_idle", "cuda_graph_bs_decode")
 
 def resolve(argv):
     args = prepare_server_args(argv)
     args.resolve_once()
     view = compat.resolving(args)
     found = {{name: getattr(view, name) for name in FIELDS}}
+    found["graphs"] = compat.graph_backends(args)
     found["env"] = {{k: v for k, v in os.environ.items() if KEPT.get(k) != v}}
     found["free"] = hooks.around_get_available_gpu_memory(None, "cpu", 0)
     return found
@@ -218,6 +228,9 @@ def test_settings_that_fit_are_served(served: Any, name: str) -> None:
         ("KV heads", "the model's 3 KV heads and the 2 ranks of a node "),
         ("bad time-out", "--tknp-exchange-timeout=0 must be a positive number of seconds; "),
         ("accelerator, memory", "--tknp-device-memory-gb=3 works on TKNP's CPU platform only: "),
+        ("accelerator, prefill graphs", "--cuda-graph-backend-prefill=breakable does not work "),
+        ("accelerator, breakable", "--cuda-graph-backend-decode=breakable does not work "),
+        ("accelerator, slots and graphs", "--cuda-graph-backend-decode=full does not work with "),
     ],
 )
 def test_a_refusal_is_one_line_on_stderr(
@@ -297,11 +310,28 @@ def test_the_cpu_platform_chooses_attention_idling_and_crash_handling(served: An
     assert found["env"]["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
 
 
-def test_on_an_accelerator_graphs_are_off_and_flashinfer_is_the_default(served: Any) -> None:
+def test_on_an_accelerator_decode_graphs_are_on_and_flashinfer_is_the_default(
+    served: Any,
+) -> None:
     """The decisions only: `compat.cpu_platform_active` is replaced, nothing runs on a GPU."""
     found = served("accelerator")
     assert found["attention_backend"] == "flashinfer"
-    assert found["disable_decode_cuda_graph"] is found["disable_prefill_cuda_graph"] is True
+    assert found["graphs"] == ["full", "disabled"]
+    assert served("accelerator, no graphs")["graphs"] == ["disabled", "disabled"]
+    assert served("accelerator, slots")["graphs"] == ["disabled", "disabled"]
+    assert served("accelerator, slots")["cuda_graph_bs_decode"] == [
+        1,
+        2,
+        4,
+        8,
+        12,
+        16,
+        24,
+        32,
+        48,
+        64,
+    ]
+    assert served("slots")["cuda_graph_bs_decode"] == [3, 5]
     assert served("accelerator, own backend")["attention_backend"] == "triton"
 
 
