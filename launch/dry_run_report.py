@@ -99,7 +99,7 @@ def _head(facts: Facts) -> str:
             "owner",
             f"  memory     {_budget(facts)} of a rank for weights and KV",
             f"  left out   activations, graphs and communication buffers (the other {rest:.1%}), "
-            "what the driver takes, and rounding to KV pages",
+            "what the driver takes, rounding to KV pages, and the empty slots of captured steps",
             f"  batch      {facts.batch} rows of one decode step, evenly over the owners, "
             f"activations and logits in {facts.dtype}",
         ]
