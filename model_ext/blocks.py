@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from sglang_tknp import compat, placement
-from sglang_tknp.checkpoint import estimate_model_bytes, read_model_bytes
+from sglang_tknp.checkpoint import read_model_bytes
 from sglang_tknp.config import TknpConfig
+from sglang_tknp.estimate import estimate_model_bytes
 from sglang_tknp.placement import ModelBytes, Placement
 
 logger = logging.getLogger(__name__)
@@ -74,32 +75,48 @@ def place_head(stage: Any, runner: Any) -> None:
     SGLang's Llama builds an untied head on every stage, and gives a tied head to none but the
     first: the last node then takes a copy of the embedding from the first one, rank by rank.
     """
-    model = stage.model
+    check_head(stage)
+    flags: list[Any] = [None] * stage.topology.num_nodes
+    torch.distributed.all_gather_object(flags, lacks_head(stage), group=stage.peers.cpu_group)
+    if flags[-1]:
+        _copy_tied_head(stage, runner.model_config)
+    drop_foreign_head(stage)
+
+
+def check_head(stage: Any) -> None:
+    """Raise ValueError for a model whose head is not called lm_head."""
     if getattr(stage.whole_model, "lm_head", None) is None:
         raise ValueError(
-            f"{type(model).__name__} has no lm_head: TKNP does not know its head, so it cannot "
-            "serve it; serve it without --enable-tknp"
+            f"{type(stage.model).__name__} has no lm_head: TKNP does not know its head, so it "
+            "cannot serve it; serve it without --enable-tknp"
         )
-    missing = stage.is_head_node and not hasattr(model.lm_head, "weight")
-    flags: list[Any] = [None] * stage.topology.num_nodes
-    torch.distributed.all_gather_object(flags, missing, group=stage.peers.cpu_group)
-    if flags[-1]:
-        _copy_tied_head(stage, runner)
+
+
+def lacks_head(stage: Any) -> bool:
+    """Whether this is the last node and SGLang gave it no head, because it is tied."""
+    return stage.is_head_node and not hasattr(stage.model.lm_head, "weight")
+
+
+def make_tied_head(stage: Any, model_config: Any) -> None:
+    """Give the last node a head of its own, not filled yet, beside its other parameters."""
+    config = model_config.hf_text_config
+    like = next(p for p in stage.model.parameters() if p.is_floating_point())
+    with stage.scope(), like.device:
+        stage.model.lm_head = compat.make_head(config.vocab_size, config.hidden_size, model_config)
+
+
+def drop_foreign_head(stage: Any) -> None:
     if not stage.is_head_node:
-        model.lm_head = compat.missing_layer()
+        stage.model.lm_head = compat.missing_layer()
 
 
-def _copy_tied_head(stage: Any, runner: Any) -> None:
+def _copy_tied_head(stage: Any, model_config: Any) -> None:
     """The first node's embedding shard goes to the last node's matching TP rank."""
+    group = stage.peers.device_group
     if stage.node == 0:
         weight = stage.model.lm_head.weight
-        torch.distributed.send(
-            weight.data, group_dst=stage.topology.num_nodes - 1, group=stage.peers.device_group
-        )
+        last = stage.topology.num_nodes - 1
+        torch.distributed.send(weight.data, group_dst=last, group=group)
     elif stage.is_head_node:
-        config = runner.model_config.hf_text_config
-        like = next(p for p in stage.model.parameters() if p.is_floating_point())
-        with stage.scope(), like.device:
-            head = compat.make_head(config.vocab_size, config.hidden_size, runner.model_config)
-        torch.distributed.recv(head.weight.data, group_src=0, group=stage.peers.device_group)
-        stage.model.lm_head = head
+        make_tied_head(stage, model_config)
+        torch.distributed.recv(stage.model.lm_head.weight.data, group_src=0, group=group)

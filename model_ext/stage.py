@@ -110,8 +110,7 @@ def plan_stage(runner: Any) -> Stage:
     placement, model_bytes = blocks.agree_on_placement(
         runner.model_config, TknpConfig.from_env(), topology.num_nodes
     )
-    # SGLang's own override of its even split of layers over pipeline stages.
-    os.environ["SGLANG_PP_LAYER_PARTITION"] = ",".join(map(str, placement.blocks))
+    use_blocks(placement)
     return Stage(
         topology=topology,
         placement=placement,
@@ -121,6 +120,11 @@ def plan_stage(runner: Any) -> Stage:
         dtype=runner.model_config.dtype,
         hidden_size=runner.model_config.hidden_size,
     )
+
+
+def use_blocks(placement: Placement) -> None:
+    """Set SGLang's own override of its even split of layers over pipeline stages."""
+    os.environ["SGLANG_PP_LAYER_PARTITION"] = ",".join(map(str, placement.blocks))
 
 
 def build_whole_model(stage: Stage, runner: Any) -> Any:

@@ -6,7 +6,7 @@ True stored bytes, so quantised and mixed-precision layers and their scales coun
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,31 +44,6 @@ def read_model_bytes(folder: Path, num_layers: int, tied: bool) -> ModelBytes:
         )
     return ModelBytes(
         embedding=embedding, layers=tuple(layers), final_norm=norm, head=head, tied=tied
-    )
-
-
-def estimate_model_bytes(config: Mapping[str, Any], dtype_bytes: int) -> ModelBytes:
-    """Bytes of a dense decoder with a gated MLP, or of a Nemotron, by its config.json's fields."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    intermediate = config["intermediate_size"]
-    ungated = config.get("model_type") == "nemotron"  # and its norms have biases
-    projections, norm = (2, 2 * hidden) if ungated else (3, hidden)
-    layer = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    layer += projections * hidden * intermediate + 2 * norm
-    if config.get("attention_bias"):
-        layer += head_dim * (heads + 2 * kv_heads) + hidden
-    if config.get("mlp_bias"):
-        layer += (projections - 1) * intermediate + hidden
-    vocabulary = config["vocab_size"] * hidden * dtype_bytes
-    tied = bool(config.get("tie_word_embeddings", False))
-    return ModelBytes(
-        embedding=vocabulary,
-        layers=(layer * dtype_bytes,) * config["num_hidden_layers"],
-        final_norm=norm * dtype_bytes,
-        head=0 if tied else vocabulary,
-        tied=tied,
     )
 
 

@@ -5,12 +5,13 @@ the installed one, and SGLang must have patched the target with our hook; anythi
 IncompatibleSglangError, and the caller ends the process.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
 import inspect
 import os
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sglang_tknp.hook_table import CLI_HOOKS, CPU_HOOKS, LAUNCHER_HOOKS, POOL_HOOKS, Hook
@@ -140,6 +141,47 @@ class SingleMemberGroup:
     world_size = 1
     is_first_rank = True
     is_last_rank = True
+
+
+class PlannedGroup:
+    """Looks like a group of ranks to code that only builds; it has no way to communicate."""
+
+    cpu_group = None
+    device_group = None
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank_in_group = rank
+        self.world_size = size
+        self.is_first_rank = rank == 0
+        self.is_last_rank = rank == size - 1
+
+
+@contextlib.contextmanager
+def planning_context(server_args: Any) -> Iterator[None]:
+    """In it this process is rank 0 of the pool of `server_args`, without any other process.
+
+    The arguments are resolved, and SGLang's former configuration is back afterwards.
+    """
+    from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
+
+    context = create_context(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0))
+    with use_context(context), parallel_override(moe_tp_group=PlannedGroup(0, server_args.tp_size)):
+        yield
+
+
+def planned_server_args(**values: Any) -> Any:
+    """SGLang's arguments of a server that is only planned: dummy weights, no tokenizer."""
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs(load_format="dummy", skip_tokenizer_init=True, **values)
+
+
+def model_and_load_config(server_args: Any) -> tuple[Any, Any]:
+    """SGLang's ModelConfig and LoadConfig of resolved arguments, for the model loader."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(server_args), LoadConfig(load_format="dummy")
 
 
 def make_group(rank_lists: Sequence[Sequence[int]], name: str) -> Any:

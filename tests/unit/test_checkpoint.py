@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_tknp.checkpoint import estimate_model_bytes, read_model_bytes
+from sglang_tknp.checkpoint import read_model_bytes
+from sglang_tknp.estimate import estimate_model_bytes
 from tests.tiny import make_tiny
 
 Tensors = dict[str, tuple[str, tuple[int, ...], int]]  # name -> dtype, shape, bytes

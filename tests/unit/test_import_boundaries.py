@@ -15,7 +15,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("sglang_tknp", "scheduler_ext", "model_ext", "launch")
-PURE = ("topology", "placement", "layout", "checkpoint", "config", "refusals", "plugin")
+PURE = (
+    "topology",
+    "placement",
+    "layout",
+    "traffic",
+    "pool_plan",
+    "shapes",
+    "estimate",
+    "checkpoint",
+    "config",
+    "refusals",
+    "plugin",
+)
 # Pure too, but they live in an extension: the planner simulates pools with them.
 PURE_CONTROLLER = (
     "messages",

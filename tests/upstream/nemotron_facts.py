@@ -9,7 +9,7 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from transformers import AutoConfig, AutoModelForCausalLM, NemotronConfig
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
-from sglang_tknp.checkpoint import estimate_model_bytes
+from sglang_tknp.estimate import estimate_model_bytes
 from sglang_tknp.model_ext.nemotron import NemotronLayerNorm, NemotronModel
 from tests.tiny import random_prompts
 from tests.upstream.nemotron_stages import Stages, build, place, publish
