@@ -136,7 +136,36 @@ def around_run_event_loop(original: Callable[[Any], None], scheduler: Any) -> No
         info.log_pool(scheduler)
         info.start_reports(scheduler, _report_address)
         compat.set_group_timeouts(TknpConfig.from_env().exchange_timeout)
+        watch_device()
         original(scheduler)
+
+
+def watch_device() -> None:
+    """On an accelerator, where no transfer has a limit of its own: one for every step."""
+    import torch
+
+    from sglang_tknp.model_ext.stage import current_stage
+    from sglang_tknp.scheduler_ext.step_watch import StepWatch
+
+    stage = current_stage()
+    if stage.device.type == "cpu":
+        return
+    watch = StepWatch(TknpConfig.from_env().exchange_timeout, end_this_rank)
+    device = torch.get_device_module(stage.device)
+
+    def mark_step() -> None:
+        event = device.Event()
+        event.record()
+        watch.launched(event, f"step {stage.step.num_steps}")
+
+    stage.step.after_step.append(mark_step)
+    watch.start()
+
+
+def end_this_rank(reason: str) -> None:
+    """From a thread, at once: the main thread may be stuck in the device's driver."""
+    say(f"{describe_rank(compat.parallel().tp_rank)} stops: {reason}")
+    os._exit(1)
 
 
 def first_line(error: BaseException) -> str:

@@ -1,0 +1,72 @@
+"""Proves that a step which the device never ends is noticed in time, and a slow queue is not."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from sglang_tknp.scheduler_ext.step_watch import StepWatch
+
+
+@dataclass
+class Event:
+    done: bool = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+@dataclass
+class World:
+    """A clock that the test sets, and what the watch has said."""
+
+    now: float = 0.0
+    reasons: list[str] = field(default_factory=list)
+
+    def watch(self, limit: float = 10.0) -> StepWatch:
+        return StepWatch(limit, self.reasons.append, clock=lambda: self.now)
+
+
+def test_nothing_is_stuck_while_no_step_runs() -> None:
+    world = World()
+    watch = world.watch()
+    world.now = 1e6
+    assert watch.look() and not world.reasons
+
+
+def test_a_step_that_does_not_end_is_named_once_its_time_is_over() -> None:
+    world = World()
+    watch = world.watch()
+    watch.launched(Event(), "step 7")
+    world.now = 10.0
+    assert watch.look() and not world.reasons
+    world.now = 10.1
+    assert not watch.look()
+    assert world.reasons == [
+        "step 7 did not end within --tknp-exchange-timeout=10 seconds: a peer is gone or stuck; "
+        "raise it if all are alive and slow"
+    ]
+
+
+def test_steps_enqueued_together_have_the_limit_each() -> None:
+    """The host runs ahead of the device: the third step ends 24 s after it was enqueued."""
+    world = World()
+    watch = world.watch()
+    events = [Event() for _ in range(3)]
+    for index, event in enumerate(events):
+        watch.launched(event, f"step {index}")
+    for index, event in enumerate(events):
+        world.now = 8.0 * (index + 1)
+        event.done = True
+        assert watch.look(), world.reasons
+    watch.launched(Event(), "step 3")
+    world.now += 10.1
+    assert not watch.look() and world.reasons[0].startswith("step 3 ")
+
+
+@pytest.mark.timeout(10)
+def test_the_thread_ends_once_it_has_spoken() -> None:
+    world = World()
+    watch = StepWatch(0.05, world.reasons.append)
+    watch.launched(Event(), "step 0")
+    watch._run()
+    assert len(world.reasons) == 1
