@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.client import PROMPTS, generate_all, owners, tokens
+from tests.serve.client import PROMPTS, generate, generate_all, owners, tokens
 from tests.serve.server import Server, base_args
 
 pytestmark = pytest.mark.serve
@@ -29,9 +29,12 @@ enable-mixed-chunk: true
 
 
 @pytest.mark.timeout(300)
-def test_poisoned_kv_is_never_read(checkpoint: Any, stock_tokens: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("slots", [True, False], ids=["slots", "exact rows"])
+def test_poisoned_kv_is_never_read(
+    slots: bool, checkpoint: Any, stock_tokens: Any, tmp_path: Path
+) -> None:
     config = tmp_path / "tknp.yaml"
-    config.write_text(CONFIG)
+    config.write_text(CONFIG + ("tknp-force-slots: true\n" if slots else ""))
     args = [*base_args(checkpoint("llama")), "--config", str(config)]
     path = os.pathsep.join([str(CANARY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     env = {"PYTHONPATH": path, "TKNP_CANARY_LOG": str(tmp_path / "canary")}
@@ -42,7 +45,11 @@ def test_poisoned_kv_is_never_read(checkpoint: Any, stock_tokens: Any, tmp_path:
             replies = generate_all(server, PROMPTS)
             assert tokens(replies) == stock_tokens("llama", 1)
             assert owners(replies) == {0, 1}
+            # Lone requests leave most slots empty: those read and write SGLang's place 0 only.
+            assert generate(server, PROMPTS[2])["output_ids"] == stock_tokens("llama", 1)[2]
         check_canary_lived(tmp_path)
+        states = [state["tknp"] for state in server.get_json("/server_info")["internal_states"]]
+        assert all(bool(state["decode_slots"]) == slots for state in states)
     finally:
         server.stop()
 

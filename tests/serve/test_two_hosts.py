@@ -88,7 +88,8 @@ def start(rank: int, model: Path, log: Path) -> Server:
         # SGLang takes two processes that share memory for one host.
         private = 'mount -t tmpfs tmpfs /dev/shm; exec "$@"'
         prefix += ["unshare", "-m", "bash", "-c", private, "bash"]
-    args = tknp_args(model, 2, 2, nnodes=2, node_rank=rank, attn_dp_size=None)
+    flags = {"nnodes": 2, "node_rank": rank, "attn_dp_size": None, "tknp_force_slots": True}
+    args = tknp_args(model, 2, 2, **flags)
     args += ["--dist-init-addr", f"{ADDRESSES[0]}:29555"]
     return Server(args, log, env, prefix=prefix, host=ADDRESSES[rank])
 
