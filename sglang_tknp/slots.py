@@ -44,21 +44,42 @@ class SlotTable:
 def uneven_layouts(sizes: Sequence[int], num_owners: int, max_uneven: int) -> list[OwnershipLayout]:
     """Layouts with one busy owner: its slots of one size, half as many for every other.
 
-    From the largest size down by halves, each time once for every owner. No owner has the same
-    number of slots in two layouts, because attention backends keep one plan per number of rows.
+    From the largest size down by halves, each time once for every owner or not at all. No owner
+    has the same number of slots in two layouts, because attention backends keep one plan per
+    number of rows: a number that is taken becomes the next smaller one that is not.
     """
     used = [set(sizes) for _ in range(num_owners)]
     found: list[OwnershipLayout] = []
     size = sizes[-1]
     while len(found) + num_owners <= max_uneven and size >= _SMALLEST_UNEVEN:
-        for busy in range(num_owners):
-            rows = []
-            for owner in range(num_owners):
-                wanted = size if owner == busy else size // 2
-                rows.append(next((s for s in range(wanted, 0, -1) if s not in used[owner]), 0))
-                used[owner].add(rows[-1])
-            if 0 in rows:
-                return found  # every smaller number is taken
-            found.append(OwnershipLayout(rows=tuple(rows)))
+        layouts = _busy_in_turn(size, used)
+        if all(_is_worth_its_graph(rows, busy, sizes) for busy, rows in enumerate(layouts)):
+            found += [OwnershipLayout(rows=rows) for rows in layouts]
+            for taken, new in zip(used, zip(*layouts, strict=True), strict=True):
+                taken.update(new)
         size //= 2
     return found
+
+
+def _busy_in_turn(size: int, used: Sequence[set[int]]) -> list[tuple[int, ...]]:
+    """Rows of one layout per busy owner; 0 where an owner has no number left."""
+    used = [set(taken) for taken in used]
+    layouts = []
+    for busy in range(len(used)):
+        rows = []
+        for owner, taken in enumerate(used):
+            wanted = size if owner == busy else size // 2
+            rows.append(next((n for n in range(wanted, 0, -1) if n not in taken), 0))
+            taken.add(rows[-1])
+        layouts.append(tuple(rows))
+    return layouts
+
+
+def _is_worth_its_graph(rows: Sequence[int], busy: int, sizes: Sequence[int]) -> bool:
+    """Whether the busy owner has the most slots, and `choose` would take this layout, if full."""
+    even = sizes[bisect_left(sizes, max(rows))]
+    return (
+        0 not in rows
+        and all(n < rows[busy] for owner, n in enumerate(rows) if owner != busy)
+        and sum(rows) <= even * len(rows) * (1 - UNEVEN_SAVING)
+    )
