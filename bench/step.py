@@ -1,0 +1,98 @@
+"""What does TKNP add to a decode step: on the host, against stock SGLang, and section by section?
+
+    python bench/step.py [--parts host ratio profile] [--rounds 2] [--port 30173]
+
+host     processor time in us that TKNP's own code takes per step and per layer, N = 2, 4, 8
+ratio    TKNP's decode step over (stock's step on one core + the same messages sent raw), SmolLM2,
+         N=2, T=1, batch 1 and 8, context 64 and 512
+profile  where the time of a step goes, at contexts of 128, 1K and 4K tokens
+
+JSON goes to bench/results/step.json, the picture of the profile to docs/step-profile.png.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from exchange import machine
+from step_host import measure as measure_host
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results" / "step.json"
+PICTURE = ROOT / "docs" / "step-profile.png"
+PARTS = ("host", "ratio", "profile")
+
+
+def host() -> list[dict[str, float]]:
+    found = [measure_host(nodes) for nodes in (2, 4, 8)]
+    print("\nhost work of TKNP, us of processor time, medians of the rank with most")
+    print("| nodes | per step | root, per layer | owner, per layer |\n|---|---|---|---|")
+    for row in found:
+        print(f"| {row['nodes']} | {row['step']} | {row['root']} | {row['owner']} |")
+    return found
+
+
+def ratio(port: int, rounds: int) -> list[dict[str, float]]:
+    from step_pools import CASES, measure_raw, measure_servers
+
+    raw = measure_raw()
+    steps = measure_servers(port, rounds)
+    print("\nms of a decode step, SmolLM2, N=2, T=1; stock on one core")
+    print("| batch | context | TKNP | stock | raw messages | ratio |\n|---|---|---|---|---|---|")
+    rows = []
+    for case in CASES:
+        tknp, stock = steps["tknp"][case], steps["stock"][case]
+        row = {"batch": case[0], "context": case[1], "tknp": tknp, "stock": stock}
+        row |= {"raw": raw[case], "ratio": tknp / (stock + raw[case])}
+        rows.append({name: round(value, 3) for name, value in row.items()})
+        print(
+            f"| {case[0]} | {case[1]} | {tknp:.1f} | {stock:.1f} | {raw[case]:.2f} "
+            f"| {row['ratio']:.2f} |"
+        )
+    return rows
+
+
+def profile(port: int) -> Any:
+    from step_profile import draw_profile, format_profile, measure_profile
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure_profile(port, Path(folder))
+    print("\n" + format_profile(found))
+    draw_profile(found, PICTURE)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, default=2, help="starts of each server (ratio)")
+    parser.add_argument("--port", type=int, default=30173)
+    args = parser.parse_args()
+    # A part that is not run keeps its last result.
+    results = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
+    if "host" in args.parts:
+        results["host"] = host()
+    if "ratio" in args.parts:
+        results["ratio"] = ratio(args.port, args.rounds)
+    if "profile" in args.parts:
+        results["profile"] = profile(args.port)
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": machine(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "sglang", "sglang-tknp")},
+        },
+        "results": results,
+    }
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written: {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()
