@@ -30,7 +30,7 @@ PARTS = ("host", "ratio", "profile")
 
 def host() -> list[dict[str, float]]:
     found = [measure_host(nodes) for nodes in (2, 4, 8)]
-    print("\nhost work of TKNP, us of processor time, medians of the rank with most")
+    print("\nhost work of TKNP, us of processor time, medians of the end node with more")
     print("| nodes | per step | root, per layer | owner, per layer |\n|---|---|---|---|")
     for row in found:
         print(f"| {row['nodes']} | {row['step']} | {row['root']} | {row['owner']} |")

@@ -3,7 +3,8 @@
 The product's Step, Exchange and attention code run whole steps of a model that computes nothing:
 its dense layers, attention and logits are stand-ins that return made tensors. What remains is
 TKNP's host work and the transport. The calling thread's processor time counts, which leaves
-waiting out, and so does the time inside torch.distributed.
+waiting out, and so does the time inside torch.distributed. The rank that is measured has a core
+of its own; all others share another one, as they only have to answer.
 """
 
 import contextlib
@@ -122,7 +123,10 @@ def batch_of(nodes: int) -> Any:
     )
 
 
-def run_rank(rank: int, nodes: int, store: str, queue: Any) -> None:
+def run_rank(rank: int, nodes: int, measured: int, store: str, queue: Any) -> None:
+    # Before gloo starts its threads, so that they stay on this core too.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[0] if rank == measured else cores[-1]})
     from sglang_tknp import compat
 
     torch.set_num_threads(1)
@@ -142,40 +146,42 @@ def run_rank(rank: int, nodes: int, store: str, queue: Any) -> None:
             sections.totals.clear()
             forward(ids, ids, batch)
             samples.append(dict(sections.totals))
-    queue.put((rank, samples[WARM_UP:]))
+    if rank == measured:
+        queue.put(medians(nodes, samples[WARM_UP:]))
     dist.barrier(group)
 
 
-def summary(nodes: int, samples: dict[int, list[dict[str, float]]]) -> dict[str, float]:
-    """Microseconds: medians over steps, of the rank with most."""
+def medians(nodes: int, samples: list[dict[str, float]]) -> dict[str, float]:
+    """Microseconds per layer as root and as owner, and per step beside them."""
     block = LAYERS // nodes
     divided_by = {"root": block, "owner": LAYERS - block, "step": 1}
     return {
-        name: round(
-            max(
-                statistics.median(sample[name] for sample in steps) / number * 1e6
-                for steps in samples.values()
-            ),
-            1,
-        )
+        name: statistics.median(sample[name] for sample in samples) / number * 1e6
         for name, number in divided_by.items()
     }
 
 
 def measure(nodes: int) -> dict[str, float]:
+    """The larger one of the first root, which collects, and the head's node, which sends logits."""
+    ends = [measure_rank(nodes, rank) for rank in (0, nodes - 1)]
+    largest = {name: round(max(end[name] for end in ends), 1) for name in ends[0]}
+    return {"nodes": nodes, **largest}
+
+
+def measure_rank(nodes: int, measured: int) -> dict[str, float]:
     os.environ["OMP_NUM_THREADS"] = "1"
     context = mp.get_context("spawn")
     queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        args = (nodes, f"file://{folder}/store", queue)
+        args = (nodes, measured, f"file://{folder}/store", queue)
         ranks = [context.Process(target=run_rank, args=(r, *args)) for r in range(nodes)]
         try:
             for process in ranks:
                 process.start()
-            spent = dict(queue.get(timeout=300) for _ in ranks)
+            found: dict[str, float] = queue.get(timeout=300)
             for process in ranks:
                 process.join(60)
         finally:
             for process in ranks:
                 process.kill()
-    return {"nodes": nodes, **summary(nodes, spent)}
+    return found

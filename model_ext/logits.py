@@ -66,10 +66,13 @@ class Logits:
             input_ids: [n]; hidden: [R, D] on the head's node, None elsewhere.
         """
         self.hidden, self.layout = hidden, buffers.layout
-        num_rows = self.layout.rows[self.node]
         decode = compat.is_decode_step(forward_batch)
-        self.decoded = self._decode_logits(buffers) if decode else None
-        rows = torch.arange(num_rows, device=input_ids.device).unsqueeze(1)
+        if decode:
+            self.decoded = self._decode_logits(buffers)
+            rows = input_ids.unsqueeze(1)  # any numbers: all rows are wanted, and are there
+        else:
+            num_rows = self.layout.rows[self.node]
+            rows = torch.arange(num_rows, device=input_ids.device).unsqueeze(1)
         output = self.processor(input_ids, rows, self.stage.model.lm_head, forward_batch)
         if not decode:
             while self._round(rows[:0]) is not None:

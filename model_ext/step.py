@@ -52,6 +52,8 @@ class Step:
         self.exchange = exchange
         self.node = stage.node
         self.device = stage.device
+        nodes = range(stage.placement.num_nodes)
+        self.blocks = [[stage.attention[i] for i in stage.placement.block(n)] for n in nodes]
         self.logits = Logits(stage, exchange)  # takes the model's logits processor
         self.stage_forward: Callable[..., Any] = stage.model.forward
         self.num_steps = 0
@@ -74,7 +76,7 @@ class Step:
         Returns:
             SGLang's LogitsProcessorOutput for this node's own requests.
         """
-        layout = OwnershipLayout(rows=tuple(forward_batch.global_num_tokens_cpu))
+        layout = OwnershipLayout.of(tuple(forward_batch.global_num_tokens_cpu))
         buffers = StepBuffers(layout, self.node, self._fresh)
         n = layout.rows[self.node]
         output = self.run(buffers, input_ids[:n], positions[:n], forward_batch)
@@ -123,12 +125,10 @@ class Step:
     def _walk(self, ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor | None:
         """Visit the blocks in order; the last node returns the hidden states [R, D] to the head."""
         hidden = None
-        placement = self.stage.placement
-        for root in range(placement.num_nodes):
+        for root, layers in enumerate(self.blocks):
             if root == self.node:
                 hidden = self._run_block(ids, positions)
             else:
-                layers = [self.stage.attention[i] for i in placement.block(root)]
                 attend_for_root(self, root, layers)
         return hidden
 

@@ -1,6 +1,7 @@
 """Ownership layout: how many rows of a step belong to each owner. Pure integers."""
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 
 
@@ -21,6 +22,11 @@ class OwnershipLayout:
                 f"an ownership layout needs rows >= 0 for every owner, got {self.rows}"
             )
         object.__setattr__(self, "offsets", tuple(accumulate(self.rows, initial=0))[:-1])
+
+    @classmethod
+    @lru_cache(maxsize=1024)  # steps repeat their rows
+    def of(cls, rows: tuple[int, ...]) -> "OwnershipLayout":
+        return cls(rows=rows)
 
     @property
     def num_owners(self) -> int:
