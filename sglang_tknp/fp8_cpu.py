@@ -75,9 +75,7 @@ class Fp8LinearMethod(fp8.Fp8LinearMethod):
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
         layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
 
-    def apply(
-        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         scale = layer.weight_scale_inv if self.block_quant else layer.weight_scale
         block = self.weight_block_size
         return product(x, layer.weight.data, scale.data, layer.logical_widths, block, bias)
