@@ -35,9 +35,9 @@ def read_model_bytes(
         layer = _LAYER.search(name)
         if layer:
             if int(layer.group(1)) < num_layers:
-                quantised = matrix_bytes is not None and len(shape) == 2
-                held = math.prod(shape) * matrix_bytes if quantised else size
-                layers[int(layer.group(1))] += held
+                if matrix_bytes is not None and len(shape) == 2:
+                    size = math.prod(shape) * matrix_bytes
+                layers[int(layer.group(1))] += size
         elif _EMBEDDING.search(name):
             embedding += size
         elif _HEAD.search(name):

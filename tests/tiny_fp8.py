@@ -27,6 +27,7 @@ class Format:
     method: str  # quant_method of the configuration
     scales: str  # "tensor", "channel" or "block"
     static: bool = False  # a stored scale of the activations too
+    head: bool = False  # the head too
     family: str = "llama"
 
     @property
@@ -42,6 +43,7 @@ FORMATS = {
     "compressed-tensor": Format(method="compressed-tensors", scales="tensor"),
     "compressed-static": Format(method="compressed-tensors", scales="tensor", static=True),
     "compressed-channel": Format(method="compressed-tensors", scales="channel"),
+    "compressed-head": Format(method="compressed-tensors", scales="channel", head=True),
 }
 
 
@@ -63,10 +65,11 @@ def make_tiny_fp8(
     tensors: Tensors = {}
     for key, value in load_file(file).items():
         layer = layer_of(key)
-        if layer is None or layer in plain_layers or value.dim() != 2:
-            tensors[key] = value
-        else:
+        in_layer = layer is not None and layer not in plain_layers and value.dim() == 2
+        if in_layer or (form.head and key == "lm_head.weight"):
             tensors.update(quantised(form, key.removesuffix(".weight"), value))
+        else:
+            tensors[key] = value
     config = json.loads((out / "config.json").read_text())
     if kv_scales:
         tensors.update(stored_kv_scales(form, config["num_hidden_layers"]))
@@ -132,10 +135,13 @@ def quantization_config(
             "modules_to_not_convert": [*left_out, "lm_head"],
             **({"weight_block_size": list(BLOCK)} if form.scales == "block" else {}),
         }
+    # SGLang matches the fused layers, which have other names than the stored matrices.
+    ignored = [rf"re:model\.layers\.{layer}\..*" for layer in plain_layers]
+    ignored += [] if form.head else ["lm_head"]
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
     inputs = {"strategy": "tensor" if form.static else "token", "dynamic": not form.static}
     group = {
-        "targets": ["Linear"],
+        "targets": ["Linear", "re:.*lm_head"] if form.head else ["Linear"],
         "weights": {**fp8, "strategy": form.scales, "dynamic": False},
         "input_activations": {**fp8, **inputs},
     }
@@ -144,7 +150,6 @@ def quantization_config(
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        # SGLang matches the fused layers, which have other names than the stored matrices.
-        "ignore": [*(rf"re:model\.layers\.{layer}\..*" for layer in plain_layers), "lm_head"],
+        "ignore": ignored,
         "kv_cache_scheme": {**fp8, "strategy": "tensor", "dynamic": False} if kv_scales else None,
     }
