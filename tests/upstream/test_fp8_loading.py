@@ -34,7 +34,7 @@ def cases(folder: Path) -> dict[str, Case]:
     plain = make_tiny("llama-untied", folder / "plain", num_hidden_layers=8)
     made["online"] = Case(folder=plain, arguments={"quantization": "fp8"})
     for name in ("fp8-tensor", "compressed-channel"):
-        empty = make_tiny_fp8(name, folder / f"{name}-dummy")
+        empty = make_tiny_fp8(name, folder / f"{name}-dummy", plain_layers=(1,))
         empty.joinpath("model.safetensors").unlink()
         made[f"{name}-dummy"] = Case(folder=empty, arguments={"load_format": "dummy"})
     return made
@@ -109,9 +109,13 @@ def test_every_node_has_the_kv_scales_of_all_layers(
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "compressed-channel"])
-def test_dummy_weights_are_placed_as_fp8(loaded: dict[str, list[Any]], name: str) -> None:
-    """Sizes are estimated, without scales: those of a channel are 4 of 64 bytes here."""
-    nodes = loaded[f"{name}-dummy"]
-    assert [node["fp8"] for node in nodes] == [3 * FUSED, 2 * FUSED]
-    for node in nodes:
-        assert 1 <= node["held"] / node["placed"] < 1.03
+def test_dummy_weights_are_placed_as_the_checkpoint_would_be(
+    loaded: dict[str, list[Any]], name: str
+) -> None:
+    """From the configuration alone: FP8, its scales, and the layer that it leaves out."""
+    for node, (dummy, real) in enumerate(zip(loaded[f"{name}-dummy"], loaded[name], strict=True)):
+        kv_scales = KV_SCALES * real["blocks"][node]
+        assert dummy["blocks"] == real["blocks"]
+        assert dummy["placed"] == real["placed"] - kv_scales  # stored ones, which dummies lack
+        made = kv_scales if FORMATS[name].method == "fp8" else 0
+        assert dummy["held"] == dummy["placed"] + made
