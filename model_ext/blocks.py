@@ -14,6 +14,9 @@ from sglang_tknp.placement import ModelBytes, Placement
 
 logger = logging.getLogger(__name__)
 
+# SGLang's methods that make FP8 of a layer's matrices where the checkpoint is not quantised.
+FP8_METHODS = ("fp8", "w8a8_fp8")
+
 
 def agree_on_placement(
     model_config: Any, settings: TknpConfig, num_nodes: int
@@ -43,15 +46,23 @@ def decide_placement(
 
 
 def model_bytes(model_config: Any) -> ModelBytes:
-    """Bytes of the checkpoint's tensors; estimated from the configuration for dummy weights."""
+    """Bytes of the checkpoint's tensors; estimated from the configuration for dummy weights.
+
+    Where SGLang quantises on load, the bytes that it makes of them.
+    """
     config = model_config.hf_text_config
     tied = bool(getattr(config, "tie_word_embeddings", False))
     folder = checkpoint_folder(model_config)
+    on_load = model_config.quantization in FP8_METHODS and not model_config.hf_quant_config
     try:
-        return read_model_bytes(folder, config.num_hidden_layers, tied)
+        matrix_bytes = 1 if on_load else None
+        return read_model_bytes(folder, config.num_hidden_layers, tied, matrix_bytes)
     except FileNotFoundError as error:
         logger.warning("%s; placing layers by sizes estimated from the configuration", error)
-        return estimate_model_bytes(config.to_dict(), model_config.dtype.itemsize)
+        fields = config.to_dict()
+        if on_load:
+            fields["quantization_config"] = {"quant_method": "fp8"}
+        return estimate_model_bytes(fields, model_config.dtype.itemsize)
 
 
 def checkpoint_folder(model_config: Any) -> Path:

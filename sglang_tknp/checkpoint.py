@@ -4,6 +4,7 @@ True stored bytes, so quantised and mixed-precision layers and their scales coun
 """
 
 import json
+import math
 import re
 import struct
 from collections.abc import Iterator
@@ -17,19 +18,25 @@ _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|embed_in|wte|word_embeddings|t
 _HEAD = re.compile(r"^(?:.*\.)?(?:lm_head|output|embed_out)\.")
 
 
-def read_model_bytes(folder: Path, num_layers: int, tied: bool) -> ModelBytes:
+def read_model_bytes(
+    folder: Path, num_layers: int, tied: bool, matrix_bytes: int | None = None
+) -> ModelBytes:
     """Bytes per layer and endpoint of the checkpoint in `folder`.
 
     Layers from `num_layers` on (multi-token prediction) do not count, nor a stored head when the
-    model ties it. Raises FileNotFoundError without safetensors files, ValueError if a layer of
-    the model has no tensor or the checkpoint is incomplete.
+    model ties it. `matrix_bytes` is what an element of a layer's matrices takes where SGLang
+    quantises on load; endpoints and vectors stay as stored. Raises FileNotFoundError without
+    safetensors files, ValueError if a layer of the model has no tensor or the checkpoint is
+    incomplete.
     """
     layers = [0] * num_layers
     embedding = norm = head = 0
-    for name, size in _tensor_bytes(folder):
+    for name, shape, size in _tensors(folder):
         layer = _LAYER.search(name)
         if layer:
             if int(layer.group(1)) < num_layers:
+                if matrix_bytes is not None and len(shape) == 2:
+                    size = math.prod(shape) * matrix_bytes
                 layers[int(layer.group(1))] += size
         elif _EMBEDDING.search(name):
             embedding += size
@@ -47,14 +54,15 @@ def read_model_bytes(folder: Path, num_layers: int, tied: bool) -> ModelBytes:
     )
 
 
-def _tensor_bytes(folder: Path) -> Iterator[tuple[str, int]]:
+def _tensors(folder: Path) -> Iterator[tuple[str, list[int], int]]:
+    """Name, shape and bytes of every stored tensor, once."""
     seen = set()
     for file in _files(folder):
         for name, entry in _header(file).items():
             if name != "__metadata__" and name not in seen:
                 seen.add(name)
                 start, end = entry["data_offsets"]
-                yield name, end - start
+                yield name, entry["shape"], end - start
 
 
 def _files(folder: Path) -> list[Path]:

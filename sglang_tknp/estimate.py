@@ -1,5 +1,6 @@
 """Bytes of a model's weights from the fields of its config.json, without a checkpoint. Pure."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,9 +22,9 @@ _FIELDS = (
 def estimate_model_bytes(config: Mapping[str, Any], dtype_bytes: int) -> ModelBytes:
     """Bytes of a dense decoder: two norms a layer, a gated MLP except in Nemotron.
 
-    A `quantization_config` of method fp8 gives one byte for each weight of the layers'
-    projections, and float32 scales, except in the modules that it keeps; any other method is
-    read as the model's own dtype. Raises ValueError where a size is missing.
+    A `quantization_config` of method fp8, or of compressed-tensors in FP8, gives one byte for each
+    weight of the layers' projections, and float32 scales, except in the modules that it keeps;
+    any other method is read as the model's own dtype. Raises ValueError where a size is missing.
 
     Args:
         dtype_bytes: bytes of one unquantised weight.
@@ -82,16 +83,32 @@ def _projection_bytes(
     quantization = config.get("quantization_config") or {}
     bias = config.get("attention_bias" if ".self_attn." in name else "mlp_bias")
     bias_bytes = rows * dtype_bytes if bias else 0
-    if quantization.get("quant_method") != "fp8" or _is_kept(name, quantization):
+    if not _is_fp8(quantization) or _is_kept(name, quantization):
         return rows * columns * dtype_bytes + bias_bytes
-    block = quantization.get("weight_block_size")
-    scales = -(-rows // block[0]) * -(-columns // block[1]) if block else 1
-    if quantization.get("activation_scheme") == "static":
-        scales += 1
+    scales = _num_scales(quantization, rows, columns)
     return rows * columns + scales * _SCALE_BYTES + bias_bytes
+
+
+def _is_fp8(quantization: Mapping[str, Any]) -> bool:
+    return (
+        quantization.get("quant_method") == "fp8" or quantization.get("format") == "float-quantized"
+    )
+
+
+def _num_scales(quantization: Mapping[str, Any], rows: int, columns: int) -> int:
+    block = quantization.get("weight_block_size")
+    groups = (quantization.get("config_groups") or {}).values()
+    if any(group["weights"].get("strategy") == "channel" for group in groups):
+        return rows
+    scales = -(-rows // block[0]) * -(-columns // block[1]) if block else 1
+    return scales + (quantization.get("activation_scheme") == "static")
 
 
 def _is_kept(name: str, quantization: Mapping[str, Any]) -> bool:
     """Whether a module stays in the model's dtype: the list names it, or a part of its path."""
-    kept = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or ()
-    return any(f".{part}." in f".{name}." for part in kept)
+    lists = ("modules_to_not_convert", "ignored_layers", "ignore")
+    kept = next((quantization[key] for key in lists if quantization.get(key)), ())
+    return any(
+        re.match(part[3:], name) if part.startswith("re:") else f".{part}." in f".{name}."
+        for part in kept
+    )

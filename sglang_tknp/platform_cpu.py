@@ -96,6 +96,12 @@ class TknpCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 
+    def get_quantization_config(self, quantization: str) -> Any:
+        """FP8 that runs on any CPU; None, which is SGLang's own, for all else."""
+        from sglang_tknp.fp8_cpu import CONFIGS  # here, because it imports SGLang's layers
+
+        return CONFIGS.get(quantization)
+
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """In the launcher, before it spawns ranks: cores and memory for each of them."""
         ranks = local_ranks(server_args)

@@ -90,6 +90,14 @@ def test_fp8_layers_and_their_scales_count_as_stored(tmp_path: Path) -> None:
     assert read_model_bytes(tmp_path, 3, tied=False).layers == (24, 20, 24)
 
 
+def test_matrices_that_are_quantised_on_load_count_as_held(tmp_path: Path) -> None:
+    """The layers' matrices shrink; vectors, embedding and head stay as they are stored."""
+    write_safetensors(tmp_path / "model.safetensors", llama(3))
+    found = read_model_bytes(tmp_path, 3, tied=False, matrix_bytes=1)
+    assert found.layers == (8 + 8,) * 3
+    assert (found.embedding, found.final_norm, found.head) == (64, 4, 80)
+
+
 def test_layers_beyond_the_models_do_not_count(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", llama(4))  # the last one predicts tokens
     found = read_model_bytes(tmp_path, 3, tied=False)

@@ -67,6 +67,8 @@ TINY = {
 }
 TINY_LAYER = 2 * 64 * 64 + 2 * 16 * 64 + 3 * 64 * 160  # Q and O, K and V, MLP
 TINY_NORMS = 2 * 64 * 2
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+CHANNELS = {"group_0": {"weights": {"strategy": "channel"}}}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +84,12 @@ TINY_NORMS = 2 * 64 * 2
             {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.mlp.up_proj", "q"]},
             TINY_LAYER + 10240 + 6 * 4,
         ),
+        (COMPRESSED, TINY_LAYER + 7 * 4),
+        ({**COMPRESSED, "ignore": [r"re:.*\.mlp\..*"]}, TINY_LAYER + 30720 + 4 * 4),
+        ({**COMPRESSED, "ignore": ["re:.*lm_head"]}, TINY_LAYER + 7 * 4),
+        # A scale for each output channel of Q and O, K and V, the MLP's first two and its last.
+        ({**COMPRESSED, "config_groups": CHANNELS}, TINY_LAYER + (2 * 64 + 2 * 16 + 320 + 64) * 4),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, 2 * TINY_LAYER),
     ],
 )
 def test_quantisations(quantization: dict[str, object], layer: int) -> None:
