@@ -2,12 +2,14 @@
 
 Every owner has a fixed number of slots per captured layout (slots.py); its rows fill the first,
 SGLang's padding the others. An empty slot is inert: its KV goes to SGLang's reserved place 0,
-its attention reads that place alone, no dense layer mixes rows, and its logits are cut off. A
+its attention reads that place alone, and its logits are cut off. Dense layers do not mix rows,
+but for one maximum: an FP8 scale that activations of a whole batch share, as in stock graphs. A
 captured step is the whole step of every rank, its exchange included. All ranks capture the same
 layouts in the same order, and choose one by the same rows of all owners.
 """
 
 import copy
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +53,7 @@ class SlotRunner(DecodeCudaGraphRunner):
 
     @property
     def capture_bs(self) -> list[int]:
-        """Sizes that every rank can capture; SGLang's list depends on a node's own capacity."""
+        """Sizes that all ranks capture; SGLang's list depends on a node's own capacity."""
         return list(self.table.sizes)
 
     @capture_bs.setter
@@ -59,7 +61,7 @@ class SlotRunner(DecodeCudaGraphRunner):
         group = compat.parallel().tp_group
         lists: list[Any] = [None] * group.world_size
         torch.distributed.all_gather_object(lists, sizes, group=group.cpu_group)
-        common = sorted(set(sizes).intersection(*lists))
+        common = agreed_sizes(lists)
         self.table = SlotTable(common, self.num_nodes, TknpConfig.from_env().uneven_layouts)
 
     def can_run_graph(self, forward_batch: Any) -> bool:
@@ -74,6 +76,7 @@ class SlotRunner(DecodeCudaGraphRunner):
 
     def execute(self, forward_batch: Any, pp_proxy_tensors: Any = None) -> Any:
         """Replay; the step's counters and reports go on as after an eager step."""
+        self.step.begin()
         output = super().execute(forward_batch, pp_proxy_tensors)
         assert self.layout is not None
         if not isinstance(self.backend, EagerReplay):
@@ -103,6 +106,8 @@ class SlotRunner(DecodeCudaGraphRunner):
         self.step_buffers[layout] = buffers
 
         def forward(input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> Any:
+            if layout in self.traffic:
+                return self.step.run(buffers, input_ids, positions, batch)
             exchange = self.step.exchange
             before = copy.deepcopy(exchange.stats)
             output = self.step.run(buffers, input_ids, positions, batch)
@@ -121,6 +126,16 @@ class SlotRunner(DecodeCudaGraphRunner):
             [layout.rows for layout in self.table.uneven],
             self.storage.num_bytes / 2**20,
         )
+
+
+def agreed_sizes(lists: Sequence[Sequence[int]]) -> list[int]:
+    """One list of slots per owner for all ranks, from each rank's own.
+
+    A rank's list ends with what its node may run at once, and its output buffer with it. So the
+    pool's ends with the least of these; steps with more rows on some owner run eagerly.
+    """
+    largest = min(max(sizes) for sizes in lists)
+    return sorted({size for sizes in lists for size in sizes if size < largest} | {largest})
 
 
 class EagerReplay(BaseCudaGraphBackend):
@@ -189,4 +204,9 @@ def around_capture_cuda_graphs(original: Any, *, model_runner: Any, **kwargs: An
 
 def around_is_cpu_graph(original: Any, mode: Any) -> bool:
     """Target: ForwardMode.is_cpu_graph: a node without requests fills its slots with nothing."""
-    return bool(original(mode)) or (TknpConfig.from_env().force_slots and mode.is_idle())
+    return bool(original(mode)) or (mode.is_idle() and slots_forced())
+
+
+@functools.cache
+def slots_forced() -> bool:
+    return TknpConfig.from_env().force_slots

@@ -60,6 +60,7 @@ class Step:
         self.slots: SlotTable | None = None  # the captured layouts, once they are
         self.replays: Counter[OwnershipLayout] = Counter()  # steps on each of them
         self.num_fallbacks = 0  # decode steps that none of them could hold
+        self.before_step: list[Callable[[], None]] = []
         self.after_step: list[Callable[[], None]] = []
         # Of the step that runs now; set by `run`.
         self.layout: OwnershipLayout
@@ -77,6 +78,7 @@ class Step:
             SGLang's LogitsProcessorOutput for this node's own requests.
         """
         layout = OwnershipLayout.of(tuple(forward_batch.global_num_tokens_cpu))
+        self.begin()
         buffers = StepBuffers(layout, self.node, self._fresh)
         n = layout.rows[self.node]
         output = self.run(buffers, input_ids[:n], positions[:n], forward_batch)
@@ -98,6 +100,11 @@ class Step:
             output = self.logits.run(input_ids, hidden, buffers, forward_batch)
         self.exchange.finish_step()
         return output
+
+    def begin(self) -> None:
+        """Before every step, captured or not."""
+        for call in self.before_step:
+            call()
 
     def finish(self) -> None:
         """After every step, captured or not."""
@@ -161,13 +168,15 @@ class Step:
 
 
 def make_transport(stage: Stage, timeout: float) -> Transport:
-    """gloo on a CPU; a side stream and SGLang's own NCCL communicators on CUDA."""
+    """gloo on a CPU; a side stream and PyNccl on CUDA. All ranks reach it (groups are made)."""
     if stage.device.type == "cpu":
         node_group = stage.node_group.device_group
         return GlooTransport(stage.peers.device_group, timeout=timeout, node_group=node_group)
     from sglang_tknp.transport_stream import CudaStreams, NcclChannel, StreamTransport
 
-    channel = NcclChannel(*(compat.nccl_communicator(g) for g in (stage.peers, stage.node_group)))
+    # A group of its own: SGLang's one all-reduces on another stream, and has no PyNccl.
+    node_group = compat.make_group(stage.topology.all_node_groups(), "tknp_node")
+    channel = NcclChannel(*(compat.nccl_communicator(g) for g in (stage.peers, node_group)))
     return StreamTransport(stage.device, CudaStreams(), channel)
 
 

@@ -153,12 +153,16 @@ def watch_device() -> None:
     watch = StepWatch(TknpConfig.from_env().exchange_timeout, end_this_rank)
     device = torch.get_device_module(stage.device)
 
-    def mark_step() -> None:
+    def begun() -> None:
+        watch.begun(f"step {stage.step.num_steps + 1}")
+
+    def enqueued() -> None:
         event = device.Event()
         event.record()
-        watch.launched(event, f"step {stage.step.num_steps}")
+        watch.enqueued(event)
 
-    stage.step.after_step.append(mark_step)
+    stage.step.before_step.append(begun)
+    stage.step.after_step.append(enqueued)
     watch.start()
 
 

@@ -1,8 +1,9 @@
-"""No hang on a GPU: a step that the device does not finish in time ends the pool with its reason.
+"""No hang on a GPU: a step that does not end in time ends the pool with its reason.
 
-On a CPU every wait has its own limit. On CUDA the host only enqueues, and neither a captured
-graph nor SGLang's NCCL communicators have a time-out, so a thread looks at the event that follows
-each step. Not run on a GPU yet.
+On a CPU every wait has its own limit. On CUDA the host enqueues, and may block in the driver, and
+neither a captured graph nor SGLang's NCCL communicators have a time-out. So a thread looks at the
+step that the host is in, and at the event that follows each step on the device. Not run on a GPU
+yet.
 """
 
 import threading
@@ -16,10 +17,10 @@ POLLS_PER_LIMIT = 20
 
 
 @dataclass(slots=True)
-class _Launched:
-    event: Any  # with query(): whether the device has passed it
+class _Step:
     what: str
     since: float
+    event: Any = None  # with query(): whether the device has passed it; None: not all enqueued
 
 
 class StepWatch:
@@ -32,28 +33,39 @@ class StepWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limit, self.on_stuck, self.clock = limit, on_stuck, clock
-        self._launched: deque[_Launched] = deque()  # oldest first: the device keeps their order
+        self._steps: deque[_Step] = deque()  # oldest first: the device keeps their order
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="tknp-step-watch", daemon=True).start()
 
-    def launched(self, event: Any, what: str) -> None:
-        """A step is enqueued; `event` is recorded behind it."""
-        self._launched.append(_Launched(event, what, self.clock()))
+    def begun(self, what: str) -> None:
+        """The host enters a step."""
+        self._steps.append(_Step(what, self.clock()))
+
+    def enqueued(self, event: Any) -> None:
+        """The host leaves it; `event` is recorded behind the step."""
+        self._steps[-1].event = event
 
     def look(self) -> bool:
-        """Drop what is done; False once a step is stuck."""
-        while self._launched and self._launched[0].event.query():
-            self._launched.popleft()
-            if self._launched:  # it could not begin before its predecessor ended
-                self._launched[0].since = max(self._launched[0].since, self.clock())
-        if not self._launched or self.clock() - self._launched[0].since <= self.limit:
+        """Drop what is done; False once a step is stuck, or the device cannot be asked."""
+        try:
+            self._drop_done()
+        except Exception as error:  # a device in an error state ends every query
+            self.on_stuck(f"the device failed: {error}")
+            return False
+        if not self._steps or self.clock() - self._steps[0].since <= self.limit:
             return True
         self.on_stuck(
-            f"{self._launched[0].what} did not end within --tknp-exchange-timeout="
-            f"{self.limit:g} seconds: a peer is gone or stuck; raise it if all are alive and slow"
+            f"{self._steps[0].what} did not end within --tknp-exchange-timeout={self.limit:g} "
+            "seconds: a peer is gone or stuck; raise it if all are alive and slow"
         )
         return False
+
+    def _drop_done(self) -> None:
+        while self._steps and self._steps[0].event is not None and self._steps[0].event.query():
+            self._steps.popleft()
+            if self._steps:  # it could not begin on the device before its predecessor ended
+                self._steps[0].since = max(self._steps[0].since, self.clock())
 
     def _run(self) -> None:
         while self.look():

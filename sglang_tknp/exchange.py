@@ -263,6 +263,7 @@ class Exchange:
         try:
             self.transport.post(sends, receives)
         except RuntimeError as error:
+            # A transport may start either first; what has no handle was not, or not quite, begun.
             failed = next(t for t in receives + sends if t.work is None)
             raise self._failure(failed, error) from error
         for t in sends:

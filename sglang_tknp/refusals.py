@@ -242,6 +242,12 @@ REFUSALS = (
         fix="use --disable-cuda-graph for exact rows",
     ),
     Refusal(
+        field="enable_symm_mem",
+        flag="--enable-symm-mem",
+        stock=(False,),
+        reason="it moves the buffers of collectives that TKNP's capture keeps in place",
+    ),
+    Refusal(
         field="debug_cuda_graph",
         flag="--debug-cuda-graph",
         stock=(False,),

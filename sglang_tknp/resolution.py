@@ -53,19 +53,24 @@ def _resolve_layout(server_args: Any) -> None:
 
 
 def resolve_graphs(server_args: Any) -> None:
-    """Decode graphs only; the slots of --tknp-force-slots; FlashInfer's attention on CUDA."""
+    """Decode graphs only, and the slots of --tknp-force-slots."""
     _check(_resolve_graphs, server_args)
 
 
 def _resolve_graphs(server_args: Any) -> None:
     cfg = compat.resolving(server_args)
-    compat.declare(server_args, disable_prefill_cuda_graph=True)
+    compat.declare(
+        server_args,
+        disable_prefill_cuda_graph=True,
+        # Its dummy steps have each node's own batch for all, and its timings wait for all ranks.
+        disable_flashinfer_autotune=True,
+    )
     if TknpConfig.from_env().force_slots:
         compat.declare(server_args, disable_decode_cuda_graph=True)
         if cfg.cuda_graph_bs_decode is None:
-            compat.declare(server_args, cuda_graph_bs_decode=FORCED_SLOTS)
-    if not compat.cpu_platform_active() and cfg.attention_backend is None:
-        compat.declare(server_args, attention_backend="flashinfer")
+            largest = cfg.cuda_graph_max_bs_decode or FORCED_SLOTS[-1]
+            sizes = [size for size in FORCED_SLOTS if size < largest]
+            compat.declare(server_args, cuda_graph_bs_decode=[*sizes, largest])
 
 
 def check_model_kind(server_args: Any) -> None:

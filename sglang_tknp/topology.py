@@ -36,5 +36,10 @@ class Topology:
             tuple(range(tp_rank, self.world_size, self.tp_size)) for tp_rank in range(self.tp_size)
         )
 
+    def all_node_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every node, in node order."""
+        firsts = range(0, self.world_size, self.tp_size)
+        return tuple(tuple(range(first, first + self.tp_size)) for first in firsts)
+
     def describe(self, rank: int) -> str:
         return f"rank {rank} (node {rank // self.tp_size}, TP rank {rank % self.tp_size})"

@@ -101,13 +101,10 @@ class CudaStreams:
 
 
 class NcclChannel:
-    """SGLang's PyNccl communicators, which it also uses inside its CUDA graphs.
-
-    torch.distributed's NCCL is not: its watchdog queries events that a capture forbids.
-    """
+    """SGLang's PyNccl communicators, which launch on the current stream and can be captured."""
 
     def __init__(self, peers: Any, node: Any) -> None:
-        """Communicators of the peer group and of the node, whose ranks are group ranks."""
+        """Communicators of the peer group and of the node (None if it has one rank)."""
         self.peers, self.node = peers, node
 
     def run(self, transfers: Sequence[Transfer]) -> None:

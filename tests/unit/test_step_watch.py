@@ -36,7 +36,8 @@ def test_nothing_is_stuck_while_no_step_runs() -> None:
 def test_a_step_that_does_not_end_is_named_once_its_time_is_over() -> None:
     world = World()
     watch = world.watch()
-    watch.launched(Event(), "step 7")
+    watch.begun("step 7")
+    watch.enqueued(Event())
     world.now = 10.0
     assert watch.look() and not world.reasons
     world.now = 10.1
@@ -53,20 +54,49 @@ def test_steps_enqueued_together_have_the_limit_each() -> None:
     watch = world.watch()
     events = [Event() for _ in range(3)]
     for index, event in enumerate(events):
-        watch.launched(event, f"step {index}")
+        watch.begun(f"step {index}")
+        watch.enqueued(event)
     for index, event in enumerate(events):
         world.now = 8.0 * (index + 1)
         event.done = True
         assert watch.look(), world.reasons
-    watch.launched(Event(), "step 3")
+    watch.begun("step 3")
+    watch.enqueued(Event())
     world.now += 10.1
     assert not watch.look() and world.reasons[0].startswith("step 3 ")
+
+
+def test_a_host_that_does_not_come_back_from_a_step_is_noticed() -> None:
+    """It may block in the driver before there is an event to look at."""
+    world = World()
+    watch = world.watch()
+    watch.begun("step 1")
+    watch.enqueued(Event(done=True))
+    watch.begun("step 2")
+    world.now = 10.0
+    assert watch.look()
+    world.now = 20.1
+    assert not watch.look() and world.reasons[0].startswith("step 2 ")
+
+
+def test_a_device_that_cannot_be_asked_is_a_reason() -> None:
+    class Broken:
+        def query(self) -> bool:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    world = World()
+    watch = world.watch()
+    watch.begun("step 1")
+    watch.enqueued(Broken())
+    assert not watch.look()
+    assert world.reasons == ["the device failed: an illegal memory access was encountered"]
 
 
 @pytest.mark.timeout(10)
 def test_the_thread_ends_once_it_has_spoken() -> None:
     world = World()
     watch = StepWatch(0.05, world.reasons.append)
-    watch.launched(Event(), "step 0")
+    watch.begun("step 0")
+    watch.enqueued(Event())
     watch._run()
     assert len(world.reasons) == 1

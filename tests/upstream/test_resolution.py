@@ -79,6 +79,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 NOT_SERVED = [name for name in MODELS if name not in ("llama", "wide", "three-kv")]
+FLASHINFER = ["--attention-backend", "flashinfer"]  # torch_native has no graphs
 FOUR = ["--enable-tknp", "--tp-size", "4"]
 # Name -> model, arguments. The first ones run before TKNP is switched on in the process.
 CASES: dict[str, tuple[str, list[str]]] = {
@@ -102,16 +103,23 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "KV heads": ("three-kv", [*FOUR, "--attn-dp-size", "2"]),
     "bad time-out": ("llama", [*ON, "--tknp-exchange-timeout", "0"]),
     "memory": ("llama", [*ON, "--tknp-device-memory-gb", "3"]),
-    "accelerator": ("llama", ON),
+    "accelerator": ("llama", [*ON, *FLASHINFER]),
     "accelerator, own backend": ("llama", [*ON, "--attention-backend", "triton"]),
-    "accelerator, no graphs": ("llama", [*ON, "--disable-cuda-graph"]),
-    "accelerator, slots": ("llama", [*ON, "--tknp-force-slots"]),
-    "accelerator, prefill graphs": ("llama", [*ON, "--cuda-graph-backend-prefill", "breakable"]),
-    "accelerator, breakable": ("llama", [*ON, "--cuda-graph-backend-decode", "breakable"]),
+    "accelerator, no graphs": ("llama", [*ON, *FLASHINFER, "--disable-cuda-graph"]),
+    "accelerator, slots": ("llama", [*ON, *FLASHINFER, "--tknp-force-slots"]),
+    "accelerator, prefill graphs": (
+        "llama",
+        [*ON, *FLASHINFER, "--cuda-graph-backend-prefill", "breakable"],
+    ),
+    "accelerator, breakable": (
+        "llama",
+        [*ON, *FLASHINFER, "--cuda-graph-backend-decode", "breakable"],
+    ),
     "accelerator, slots and graphs": (
         "llama",
-        [*ON, "--tknp-force-slots", "--cuda-graph-backend-decode", "full"],
+        [*ON, *FLASHINFER, "--tknp-force-slots", "--cuda-graph-backend-decode", "full"],
     ),
+    "few slots": ("llama", [*ON, "--tknp-force-slots", "--cuda-graph-max-bs-decode", "6"]),
     "slots": ("llama", [*ON, "--tknp-force-slots", "--cuda-graph-bs-decode", "3", "5"]),
     "accelerator, memory": ("llama", [*ON, "--tknp-device-memory-gb", "3"]),
     **{name: (name, ON) for name in NOT_SERVED},
@@ -128,7 +136,7 @@ from sglang_tknp import compat, hooks
 
 KEPT = dict(os.environ)
 FIELDS = ("tp_size", "attn_dp_size", "device", "attention_backend", "mem_fraction_static",
-          "sleep_on_idle", "cuda_graph_bs_decode")
+          "sleep_on_idle", "cuda_graph_bs_decode", "disable_flashinfer_autotune")
 
 def resolve(argv):
     args = prepare_server_args(argv)
@@ -310,12 +318,10 @@ def test_the_cpu_platform_chooses_attention_idling_and_crash_handling(served: An
     assert found["env"]["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
 
 
-def test_on_an_accelerator_decode_graphs_are_on_and_flashinfer_is_the_default(
-    served: Any,
-) -> None:
+def test_on_an_accelerator_decode_graphs_are_on_and_autotuning_is_off(served: Any) -> None:
     """The decisions only: `compat.cpu_platform_active` is replaced, nothing runs on a GPU."""
     found = served("accelerator")
-    assert found["attention_backend"] == "flashinfer"
+    assert found["disable_flashinfer_autotune"] is True
     assert found["graphs"] == ["full", "disabled"]
     assert served("accelerator, no graphs")["graphs"] == ["disabled", "disabled"]
     assert served("accelerator, slots")["graphs"] == ["disabled", "disabled"]
@@ -332,6 +338,7 @@ def test_on_an_accelerator_decode_graphs_are_on_and_flashinfer_is_the_default(
         64,
     ]
     assert served("slots")["cuda_graph_bs_decode"] == [3, 5]
+    assert served("few slots")["cuda_graph_bs_decode"] == [1, 2, 4, 6]
     assert served("accelerator, own backend")["attention_backend"] == "triton"
 
 
