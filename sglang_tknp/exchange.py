@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
-from itertools import accumulate, combinations, pairwise
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -100,9 +100,11 @@ class Exchange:
         gather_end, `qkv` is not written and of `out` only the root's own rows are touched.
         """
         assert not self._layer, "scatter_begin before the former layer's gather_end"
-        slices = _remote_slices(layout, self.node)
-        receives = [Transfer("gather", "receive", out[start:end], n) for n, start, end in slices]
-        sends = [Transfer("scatter", "send", qkv[start:end], n) for n, start, end in slices]
+        owners = _remote_owners(layout, self.node)
+        # One call each for all slices: called by layer, on a core that has just slept.
+        rows, outs = qkv.split(layout.rows), out.split(layout.rows)
+        receives = [Transfer("gather", "receive", outs[n], n) for n in owners]
+        sends = [Transfer("scatter", "send", rows[n], n) for n in owners]
         self._post(sends, receives)
         self._layer = receives + sends
 
@@ -202,7 +204,7 @@ class Exchange:
             self._send_later("metadata", [Transfer("metadata", "send", local, to_node)])
             return
         assert out is not None and out.shape[0] == sum(counts) and out.dtype == local.dtype
-        parts = [out[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
+        parts = out.split(list(counts))
         receives = [Transfer("metadata", "receive", parts[n], n) for n in self._others]
         self._post([], receives)
         parts[self.node].copy_(local)
@@ -226,8 +228,7 @@ class Exchange:
         Every other node with a count above zero must call receive_slice. `rows` is free after the
         next call or finish_step.
         """
-        bounds = pairwise(accumulate(counts, initial=0))
-        slices = [rows[start:end] for start, end in bounds]
+        slices = rows.split(list(counts))
         sends = [Transfer("logits", "send", slices[n], n) for n in self._others]
         self._send_later("logits", sends)
 
@@ -312,10 +313,9 @@ class Exchange:
 
 
 @lru_cache(maxsize=256)
-def _remote_slices(layout: OwnershipLayout, root: int) -> tuple[tuple[int, int, int], ...]:
-    """(owner, first row, end) of every other node with rows; the same all through a step."""
-    slices = ((n, layout.slice_of(n)) for n in range(layout.num_owners))
-    return tuple((n, s.start, s.stop) for n, s in slices if n != root and s.stop > s.start)
+def _remote_owners(layout: OwnershipLayout, root: int) -> tuple[int, ...]:
+    """Every other node with rows; the same all through a step."""
+    return tuple(n for n, rows in enumerate(layout.rows) if rows and n != root)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,6 +68,20 @@ def test_rank_killed_at_start(checkpoint: Any, tmp_path: Path) -> None:
         line = f"sglang-tknp: rank 1 (node 1, TP rank 0), process {victim}, was killed by SIGKILL"
         assert line in server.log.read_text()
         assert server.process.wait(5) != 0
+    finally:
+        server.stop()
+
+
+@pytest.mark.timeout(300)
+def test_a_capture_that_fails_stops_the_pool(checkpoint: Any, tmp_path: Path) -> None:
+    """With its reason: here a size that SGLang's graph runner does not accept."""
+    args = tknp_args(checkpoint("llama"), 2, tknp_force_slots=True)
+    server = Server([*args, "--cuda-graph-bs-decode", "0", "2"], tmp_path / "log")
+    try:
+        assert server.process.wait(120) != 0
+        assert gone_after(server, 10), server.tail()
+        pattern = r"^sglang-tknp: rank \d .* stops: AssertionError: .*capture_bs=\[0"
+        assert re.search(pattern, server.log.read_text(), re.M), server.tail()
     finally:
         server.stop()
 
