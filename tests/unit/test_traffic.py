@@ -1,4 +1,7 @@
-"""Proves a decode step's bytes: the paper's numbers, and what the exchange would send."""
+"""Proves a planned decode step's bytes: the paper's numbers, and each of its sums by hand.
+
+That a real step sends them is in tests/upstream/test_step_traffic.py.
+"""
 
 import pytest
 from hypothesis import given
