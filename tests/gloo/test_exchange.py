@@ -193,6 +193,8 @@ def check_collect(place: Place, ex: Exchange) -> None:
             sent = 0 if place.node == to_node else 8 * counts[place.node]
             assert ex.stats["metadata"].bytes == sent, "only the node that asks gets them"
             assert ex.share_counts(place.node + 5) == [n + 5 for n in range(place.num_nodes)]
+            sent += 8 * (place.num_nodes - 1)
+            assert ex.stats["metadata"].bytes == sent, "one count to every other node"
     ex.finish_step()
 
 

@@ -21,6 +21,7 @@ from sglang_tknp.model_ext.buffers import StepBuffers
 from sglang_tknp.model_ext.logits import Logits
 from sglang_tknp.model_ext.step import Step
 from sglang_tknp.placement import Placement
+from sglang_tknp.transport import Traffic
 from sglang_tknp.transport_stream import StreamTransport
 from tests.upstream.recorder import Op, Place, Recorder
 
@@ -124,6 +125,8 @@ class RecordedRank:
         def share_counts(value: int) -> list[int]:
             counts = next(shared)
             assert counts[self.node] == value
+            others = self.num_nodes - 1
+            self.exchange.add_traffic({"metadata": Traffic(others, others * INT.itemsize)})
             return list(counts)
 
         self.exchange.share_counts = share_counts  # type: ignore[method-assign]

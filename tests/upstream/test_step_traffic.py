@@ -10,6 +10,7 @@ import pytest
 
 from sglang_tknp.layout import OwnershipLayout
 from sglang_tknp.traffic import RowSizes, step_traffic
+from tests.metadata import metadata_bytes
 from tests.upstream.recorded_rank import (
     BLOCKS,
     FLOAT,
@@ -80,3 +81,30 @@ def test_every_owners_messages_are_the_planned_ones(rows: Rows) -> None:
             assert sent["scatter", to] == {plan.qkv[to]} - {0}
             assert sent["gather", to] == {plan.output[node]} - {0}
             assert sent["logits", to] == ({plan.logits[to]} - {0} if node == head else set())
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize(("num_nodes", "owner"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_one_request_sends_the_metadata_that_serve_tests_expect(
+    num_nodes: int, owner: int, slots: bool
+) -> None:
+    """Two chunks of a prompt and three decode steps, on slots with a row on every node."""
+    chunks, decode = (5, 2), 3
+
+    def alone(rows: int) -> Rows:
+        return tuple(rows * (node == owner) for node in range(num_nodes))
+
+    ran = [run_steps([alone(rows)], rounds=[alone(1)]) for rows in chunks]
+    decoding = (1,) * num_nodes if slots else alone(1)
+    ran.append(run_steps([decoding] * decode))
+    all_rows = sum(chunks) + decode * sum(decoding)
+    for node in range(num_nodes):
+        sent = sum(ranks[node, 0].exchange.stats["metadata"].bytes for ranks in ran)
+        assert sent == metadata_bytes(
+            node,
+            owner,
+            num_nodes,
+            own_rows=sum(chunks) * (node == owner) + decode * decoding[node],
+            all_rows=all_rows,
+            prompt_steps=len(chunks),
+        )
