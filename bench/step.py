@@ -7,6 +7,7 @@ ratio    TKNP's decode step over (stock's step on one core + the same messages s
          N=2, T=1, batch 1 and 8, context 64 and 512
 profile  where the time of a step goes, at contexts of 128, 1K and 4K tokens
 
+Each number of host and ratio stands beside its limit; those that miss it are named at the end.
 JSON goes to bench/results/step.json, the picture of the profile to docs/step-profile.png.
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 
 from exchange import machine
 from step_host import measure as measure_host
+from step_limits import RATIO_LIMIT, host_limits, missed_limits
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results" / "step.json"
@@ -28,31 +30,36 @@ PICTURE = ROOT / "docs" / "step-profile.png"
 PARTS = ("host", "ratio", "profile")
 
 
-def host() -> list[dict[str, float]]:
-    found = [measure_host(nodes) for nodes in (2, 4, 8)]
+def host() -> list[dict[str, Any]]:
+    found = []
+    for nodes in (2, 4, 8):
+        found.append({**measure_host(nodes), "limit": host_limits(nodes)})
     print("\nhost work of TKNP, us of processor time, medians of the end node with more")
-    print("| nodes | per step | root, per layer | owner, per layer |\n|---|---|---|---|")
+    print("| nodes | per step | limit | root, per layer | limit | owner, per layer | limit |")
+    print("|---|---|---|---|---|---|---|")
     for row in found:
-        print(f"| {row['nodes']} | {row['step']} | {row['root']} | {row['owner']} |")
+        cells = [f"{row[name]} | {row['limit'][name]}" for name in ("step", "root", "owner")]
+        print(f"| {row['nodes']} | {' | '.join(cells)} |")
     return found
 
 
-def ratio(port: int, rounds: int) -> list[dict[str, float]]:
+def ratio(port: int, rounds: int) -> list[dict[str, Any]]:
     from step_pools import CASES, measure_raw, measure_servers
 
     raw = measure_raw()
     steps = measure_servers(port, rounds)
     print("\nms of a decode step, SmolLM2, N=2, T=1; stock on one core")
-    print("| batch | context | TKNP | stock | raw messages | ratio |\n|---|---|---|---|---|---|")
+    print("| batch | context | TKNP | stock | raw messages | ratio | limit |")
+    print("|---|---|---|---|---|---|---|")
     rows = []
     for case in CASES:
         tknp, stock = steps["tknp"][case], steps["stock"][case]
         row = {"batch": case[0], "context": case[1], "tknp": tknp, "stock": stock}
-        row |= {"raw": raw[case], "ratio": tknp / (stock + raw[case])}
+        row |= {"raw": raw[case], "ratio": tknp / (stock + raw[case]), "limit": RATIO_LIMIT}
         rows.append({name: round(value, 3) for name, value in row.items()})
         print(
             f"| {case[0]} | {case[1]} | {tknp:.1f} | {stock:.1f} | {raw[case]:.2f} "
-            f"| {row['ratio']:.2f} |"
+            f"| {row['ratio']:.2f} | {RATIO_LIMIT} |"
         )
     return rows
 
@@ -92,6 +99,8 @@ def main() -> None:
     }
     RESULTS.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {RESULTS}")
+    missed = list(missed_limits({part: results[part] for part in args.parts if part != "profile"}))
+    print("\n".join(["limits missed:", *missed] if missed else ["no limit is missed"]))
 
 
 if __name__ == "__main__":

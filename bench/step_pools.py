@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 
 from sglang_tknp.launch.models import prepare_smollm2
 from sglang_tknp.launch.quickstart import running, server_command, wait_ready
+from sglang_tknp.traffic import RowSizes, even_layout, step_traffic
 from sglang_tknp.transport import GlooTransport, Transfer
 
 NODES = 2
@@ -107,19 +108,18 @@ def measure_servers(port: int, rounds: int) -> dict[str, dict[tuple[int, int], f
 # The same messages raw: two processes, one core each.
 
 
-def messages_of_step(batch: int, shape: dict[str, int]) -> list[tuple[int, int]]:
-    """(sender, bytes) of every message of a decode step, in order; bfloat16, owners even."""
-    rows = [batch // NODES + (n < batch % NODES) for n in range(NODES)]
-    q, kv = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
-    messages = [(1, 16 * rows[1])]  # ids and positions
-    for root in range(NODES):
+def messages_of_step(batch: int, layers: int, sizes: RowSizes) -> list[tuple[int, int]]:
+    """(sender, bytes) of every message of a decode step, in order; owners even."""
+    blocks = [layers // NODES] * NODES
+    step = step_traffic(even_layout(batch, NODES), blocks, sizes)
+    messages = [(1, step.inputs - step.positions)]
+    for root, block in enumerate(blocks):
         owner = 1 - root
-        for _ in range(shape["layers"] // NODES):
-            messages += [(root, 2 * (q + 2 * kv) * rows[owner]), (owner, 2 * q * rows[owner])]
+        messages += [(root, step.qkv[owner]), (owner, step.output[owner])] * block
         if root == 0:
-            messages += [(0, 2 * shape["hidden"] * batch), (0, 2 * shape["hidden"] * batch)]
-            messages.append((0, 8 * batch))
-    messages.append((1, 2 * shape["vocabulary"] * rows[0]))
+            messages += [(0, step.handoff // 2)] * 2 + [(0, step.positions)]
+    messages.append((1, step.logits[0]))
+    assert sum(size for _, size in messages) == step.peer_group
     return [(sender, size) for sender, size in messages if size]
 
 
@@ -162,15 +162,17 @@ def measure_raw() -> dict[tuple[int, int], float]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(prepare_smollm2())
-    shape = {
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": config.hidden_size // config.num_attention_heads,
-        "hidden": config.hidden_size,
-        "layers": config.num_hidden_layers,
-        "vocabulary": config.vocab_size,
-    }
-    plans = {case: messages_of_step(case[0], shape) for case in CASES}
+    head_dim = config.hidden_size // config.num_attention_heads
+    sizes = RowSizes(
+        q_size=config.num_attention_heads * head_dim,
+        kv_size=config.num_key_value_heads * head_dim,
+        hidden_size=config.hidden_size,
+        head_width=config.vocab_size,
+        element_bytes=2,  # bfloat16
+        tp_size=1,
+    )
+    layers = config.num_hidden_layers
+    plans = {case: messages_of_step(case[0], layers, sizes) for case in CASES}
     context = mp.get_context("spawn")
     queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

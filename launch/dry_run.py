@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_tknp import compat, shapes
+from sglang_tknp.checkpoint import stored_dtypes
 from sglang_tknp.config import TknpConfig
 from sglang_tknp.launch.dry_run_report import Facts, Report, to_json, to_text, why_nothing_fits
 from sglang_tknp.pool_plan import Memory, PoolPlan, plan_pool
@@ -116,7 +117,10 @@ def find_model(text: str) -> Model:
 
 
 def quantize(model: Model, quantization: str | None) -> Model:
-    """The model as a checkpoint in FP8 would have it; ValueError if it is quantised already."""
+    """The model as a checkpoint in FP8 would have it; ValueError if it is quantised already.
+
+    No such checkpoint is there to read: a folder's own tensors are the unquantised ones.
+    """
     if quantization is None:
         return model
     if found := model.config.get("quantization_config"):
@@ -124,7 +128,7 @@ def quantize(model: Model, quantization: str | None) -> Model:
             f"--quantization={quantization}: {model.name} is quantised already "
             f"({found.get('quant_method')}); leave the flag out"
         )
-    return Model(name=model.name, config=shapes.with_fp8(model.config), folder=model.folder)
+    return Model(name=model.name, config=shapes.with_fp8(model.config), folder=None)
 
 
 @contextlib.contextmanager
@@ -202,6 +206,7 @@ def describe(
     config = model_config.hf_text_config
     dtype = str(model_config.dtype).removeprefix("torch.")
     has_weights = model.folder is not None and any(model.folder.glob("*.safetensors"))
+    stored = stored_dtypes(model.folder) if model.folder and has_weights else ()
     return Facts(
         model=model.name,
         model_class=model_class,
@@ -216,6 +221,7 @@ def describe(
         quantization=model_config.quantization,
         kv_cache_dtype=dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype,
         sizes_from="checkpoint" if has_weights else "configuration",
+        stored_dtypes=stored,
         tp_per_node=args.tp_per_node,
         batch=args.batch,
         device_memory_gb=memory.device_gb,

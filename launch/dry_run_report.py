@@ -3,8 +3,8 @@
 import json
 from dataclasses import asdict, dataclass
 
-from sglang_tknp.placement import human
-from sglang_tknp.pool_plan import GIB, NodePlan, PoolPlan
+from sglang_tknp.placement import human, tied_note
+from sglang_tknp.pool_plan import GIB, PoolPlan
 from sglang_tknp.traffic import StepTraffic
 
 
@@ -25,10 +25,16 @@ class Facts:
     quantization: str | None
     kv_cache_dtype: str
     sizes_from: str  # "checkpoint" or "configuration": the bytes that are placed
+    stored_dtypes: tuple[str, ...]  # of the checkpoint, by bytes, most first
     tp_per_node: int
     batch: int
     device_memory_gb: float  # GiB, of one rank
     mem_fraction_static: float
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether loading changes the dtype of the checkpoint's unquantised tensors."""
+        return bool(self.stored_dtypes) and self.dtype not in self.stored_dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +90,10 @@ def _head(facts: Facts) -> str:
     if facts.quantization:
         weights = f"{facts.quantization} projections, all else {facts.dtype}"
     source = {"checkpoint": "of the checkpoint's tensors", "configuration": "from its config.json"}
+    sizes = source[facts.sizes_from]
+    if facts.casts_weights:
+        stored = " and ".join(facts.stored_dtypes)
+        sizes += f", stored in {stored}; the tables have the bytes held, in {facts.dtype}"
     rest = 1 - facts.mem_fraction_static
     return "\n".join(
         [
@@ -94,7 +104,7 @@ def _head(facts: Facts) -> str:
             "nothing was loaded or sent",
             "",
             "assumed",
-            f"  weights    {weights}; placed by sizes {source[facts.sizes_from]}",
+            f"  weights    {weights}; placed by sizes {sizes}",
             f"  KV         {facts.kv_cache_dtype}, all {facts.num_layers} layers at a request's "
             "owner",
             f"  memory     {_budget(facts)} of a rank for weights and KV",
@@ -110,8 +120,8 @@ def _plan_text(plan: PoolPlan, facts: Facts) -> str:
     fits = "" if plan.fits else ": DOES NOT FIT"
     lines = [
         f"{plan.num_nodes} nodes of {facts.tp_per_node} ranks{fits}",
-        *_node_table(plan.nodes, plan.one_copy_bytes),
-        f"  check      {_check(plan)}",
+        *_node_table(plan),
+        f"  check      {_check(plan, facts)}",
         f"  KV         {human(plan.kv_token_bytes)} per token on its owner, "
         f"{human(plan.rank_kv_token_bytes)} per rank; {plan.kv_tokens} tokens in the pool "
         f"({plan.kv_tokens * plan.kv_token_bytes / GIB:.0f} GiB)",
@@ -120,30 +130,34 @@ def _plan_text(plan: PoolPlan, facts: Facts) -> str:
     return "\n".join(lines)
 
 
-def _node_table(nodes: tuple[NodePlan, ...], one_copy: int) -> list[str]:
+def _node_table(plan: PoolPlan) -> list[str]:
+    """All columns are of what SGLang's modules hold, so that they agree with each other."""
     header = ["node", "layers", "weights", "share", "per rank", "KV tokens", ""]
     rows = [header]
-    for n in nodes:
+    for n in plan.nodes:
         rows.append(
             [
                 f"{n.node}",
                 f"{n.layers[0]}-{n.layers[1] - 1}",
-                human(n.placed_bytes),
-                f"{n.placed_bytes / one_copy:.1%}",
+                human(n.one_copy_bytes),
+                f"{n.one_copy_bytes / plan.held_bytes:.1%}",
                 human(n.rank_weight_bytes),
                 f"{n.kv_tokens}",
                 ", ".join(n.endpoints),
             ]
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
-    return [
+    lines = [
         "  "
         + "  ".join([*(c.rjust(w) for c, w in zip(row, widths, strict=False)), row[-1]]).rstrip()
         for row in rows
     ]
+    if plan.tied_copy_bytes:
+        lines.append(f"  tied       {tied_note(plan.tied_copy_bytes, plan.held_bytes)}")
+    return lines
 
 
-def _check(plan: PoolPlan) -> str:
+def _check(plan: PoolPlan, facts: Facts) -> str:
     beyond = [node.beyond_placement for node in plan.nodes]
     replicated = sum(node.replicated_bytes for node in plan.nodes)
     uneven = sum(node.uneven_bytes for node in plan.nodes)
@@ -151,12 +165,19 @@ def _check(plan: PoolPlan) -> str:
         size = sum(beyond)
         same = (
             f"the modules hold {human(abs(size))} {'more' if size > 0 else 'less'} than was "
-            "placed (vocabulary padding and KV scales; or stored in another dtype)"
+            f"placed ({_why_beyond(facts)})"
         )
     else:
         same = "the modules hold the placed bytes exactly on every node"
     extra = f"; the ranks repeat {human(replicated)} that is not split"
     return same + extra + (f" and {human(uneven)} of KV heads" if uneven else "")
+
+
+def _why_beyond(facts: Facts) -> str:
+    if facts.casts_weights:
+        return f"stored in {' and '.join(facts.stored_dtypes)}, held in {facts.dtype}"
+    guessed = ", or what config.json does not tell" if facts.sizes_from == "configuration" else ""
+    return f"vocabulary padding and KV scales{guessed}"
 
 
 def _traffic_lines(traffic: StepTraffic, facts: Facts) -> list[str]:

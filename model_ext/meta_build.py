@@ -42,7 +42,8 @@ def build_pool(
         stage.whole_model = whole
         blocks.check_head(stage)
         stage.attention = collect_attention(stage)
-        built.append(_measure(stage.model, build(node, 1).model, tp_size))
+        unsplit = build(node, 1).model
+        built.append(_measure(stage.model, unsplit, tp_size))
     q_size, kv_size = _row_sizes(stage)
     return PoolBuild(
         model_class=type(whole).__name__,
@@ -53,6 +54,7 @@ def build_pool(
         q_size=q_size,
         kv_size=kv_size,
         head_width=stage.model.lm_head.weight.shape[0],
+        tied_copy=unsplit.lm_head.weight.nbytes if model.tied else 0,
     )
 
 

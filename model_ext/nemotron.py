@@ -106,14 +106,7 @@ class NemotronAttention(nn.Module):
             prefix=add_prefix("o_proj", prefix),
             **REDUCE,
         )
-        rope = config.rope_parameters
-        self.rotary_emb = get_rope(
-            config.head_dim,
-            rotary_dim=int(config.head_dim * rope["partial_rotary_factor"]),
-            max_position=config.max_position_embeddings,
-            base=rope["rope_theta"],
-            rope_scaling=rope,
-        )
+        self.rotary_emb = _partial_rope(config)
         # One TP rank's heads, as the projection split (or repeated) them.
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.qkv_sizes = [heads * config.head_dim for heads in (num_heads, *[num_kv_heads] * 2)]
@@ -135,6 +128,18 @@ class NemotronAttention(nn.Module):
         q, k = self.rotary_emb(positions, q, k)
         out, _ = self.o_proj(self.attn(q, k, v, forward_batch))
         return out
+
+
+def _partial_rope(config: NemotronConfig) -> nn.Module:
+    rope = config.rope_parameters
+    made: nn.Module = get_rope(
+        config.head_dim,
+        rotary_dim=int(config.head_dim * rope["partial_rotary_factor"]),
+        max_position=config.max_position_embeddings,
+        base=rope["rope_theta"],
+        rope_scaling=rope,
+    )
+    return made
 
 
 class NemotronDecoderLayer(nn.Module):

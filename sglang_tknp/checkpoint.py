@@ -7,6 +7,7 @@ import json
 import math
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from sglang_tknp.placement import ModelBytes
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)\.")
 _HEAD = re.compile(r"^(?:.*\.)?(?:lm_head|output|embed_out)\.")
+
+_TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def read_model_bytes(
@@ -31,7 +34,7 @@ def read_model_bytes(
     """
     layers = [0] * num_layers
     embedding = norm = head = 0
-    for name, shape, size in _tensors(folder):
+    for name, shape, size, _ in _tensors(folder):
         layer = _LAYER.search(name)
         if layer:
             if int(layer.group(1)) < num_layers:
@@ -54,15 +57,26 @@ def read_model_bytes(
     )
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, list[int], int]]:
-    """Name, shape and bytes of every stored tensor, once."""
+def stored_dtypes(folder: Path) -> tuple[str, ...]:
+    """What the tensors are stored in, by bytes, most first; raises as read_model_bytes does.
+
+    In torch's names for what is not quantised, and else in those of safetensors ("F8_E4M3").
+    """
+    sizes: Counter[str] = Counter()
+    for _, _, size, dtype in _tensors(folder):
+        sizes[_TORCH_NAMES.get(dtype, dtype)] += size
+    return tuple(name for name, _ in sizes.most_common())
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, list[int], int, str]]:
+    """Name, shape, bytes and dtype of every stored tensor, once."""
     seen = set()
     for file in _files(folder):
         for name, entry in _header(file).items():
             if name != "__metadata__" and name not in seen:
                 seen.add(name)
                 start, end = entry["data_offsets"]
-                yield name, entry["shape"], end - start
+                yield name, entry["shape"], end - start, entry["dtype"]
 
 
 def _files(folder: Path) -> list[Path]:

@@ -156,7 +156,7 @@ def parse_layer_blocks(text: str, num_layers: int, num_nodes: int) -> tuple[int,
 def format_table(
     placement: Placement, model: ModelBytes, kv_tokens: Sequence[int] | None = None
 ) -> str:
-    """The start-up table: node, layers, bytes, share of one copy, KV tokens."""
+    """The start-up table: node, layers, bytes, share of one copy, KV tokens; then what is tied."""
     header = ["node", "layers", "weights", "share"] + (["KV tokens"] if kv_tokens else [])
     rows = [header]
     for node, ((start, end), size) in enumerate(
@@ -165,9 +165,20 @@ def format_table(
         row = [str(node), f"{start}-{end - 1}", human(size), f"{size / model.one_copy:.1%}"]
         rows.append(row + ([f"{kv_tokens[node]}"] if kv_tokens else []))
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    return "\n".join(
+    lines = [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
+    ]
+    if model.tied:
+        lines.append(tied_note(model.embedding, model.one_copy))
+    return "\n".join(lines)
+
+
+def tied_note(copied: int, one_copy: int) -> str:
+    """Why the shares of a model with tied embeddings sum to more than one copy."""
+    return (
+        f"the last node's head is a copy of the tied embedding, {human(copied)}: the shares of "
+        f"one copy sum to {1 + copied / one_copy:.1%}"
     )
 
 

@@ -35,6 +35,7 @@ class PoolBuild:
     q_size: int  # Hq*dh/T: of one row on one TP rank, the same in all layers
     kv_size: int  # Hkv*dh/T, at least one head: K alone
     head_width: int  # V/T, padded
+    tied_copy: int = 0  # of the last node's one copy: its head, where that is the embedding again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +79,15 @@ class PoolPlan:
     num_nodes: int
     nodes: tuple[NodePlan, ...]
     one_copy_bytes: int  # of the model, as placed
+    tied_copy_bytes: int  # what the nodes hold beyond one copy: a tied head's embedding
     kv_token_bytes: int  # one token of one request on its owner: all layers, T ranks
     rank_kv_token_bytes: int
     traffic: StepTraffic
+
+    @property
+    def held_bytes(self) -> int:
+        """One copy of the model as SGLang's modules hold it, in the dtype of the run."""
+        return sum(node.one_copy_bytes for node in self.nodes) - self.tied_copy_bytes
 
     @property
     def fits(self) -> bool:
@@ -121,6 +128,7 @@ def plan_pool(
             for node in range(placement.num_nodes)
         ),
         one_copy_bytes=model.one_copy,
+        tied_copy_bytes=build.tied_copy,
         kv_token_bytes=token_bytes * build.tp_size,
         rank_kv_token_bytes=token_bytes,
         traffic=step_traffic(even_layout(batch, placement.num_nodes), placement.blocks, sizes),

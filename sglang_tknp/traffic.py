@@ -35,6 +35,7 @@ class StepTraffic:
     handoff: int  # hidden and residual at one block's end, a rank's 1/T
     handoffs: int  # of all blocks' ends
     logits: tuple[int, ...]  # to each owner; 0 for the head's node
+    positions: int  # with each handoff
     inputs: int  # ids and positions to the first root, positions with every handoff
     pool: int  # everything, of all T peer groups
 
@@ -68,8 +69,8 @@ def step_traffic(layout: OwnershipLayout, blocks: Sequence[int], sizes: RowSizes
     handoff = 2 * -(-hidden // sizes.tp_size) * width
     head_rows = (*layout.rows[:-1], 0)  # the last node has the head
     logits = tuple(n * sizes.head_width * width for n in head_rows)
-    inputs = layout.remote_rows(0) * (_ID_BYTES + _POSITION_BYTES)
-    inputs += layout.num_rows * (num_nodes - 1) * _POSITION_BYTES
+    positions = layout.num_rows * _POSITION_BYTES
+    inputs = layout.remote_rows(0) * (_ID_BYTES + _POSITION_BYTES) + (num_nodes - 1) * positions
     every_group = exchange + sum(logits) + inputs
     return StepTraffic(
         rows=layout.rows,
@@ -80,6 +81,7 @@ def step_traffic(layout: OwnershipLayout, blocks: Sequence[int], sizes: RowSizes
         handoff=handoff,
         handoffs=handoff * (num_nodes - 1),
         logits=logits,
+        positions=positions,
         inputs=inputs,
         pool=every_group * sizes.tp_size + 2 * hidden * width * (num_nodes - 1),
     )

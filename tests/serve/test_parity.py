@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.metadata import metadata_bytes
 from tests.serve.client import PROMPTS, generate, generate_all, greedy, owners, tokens
 from tests.serve.server import Server, check_native, serve, tknp_args
 from tests.tiny import SHAPE
@@ -118,12 +119,15 @@ def check_pool_info(server: Server, nodes: int, ranks: int, blocks: str | None) 
 
 
 def traffic(server: Server) -> list[dict[str, int]]:
-    """Bytes sent by every node so far, per kind."""
+    """Bytes sent by every node so far, per kind, and its steps."""
     states = sorted(
         (state["tknp"] for state in server.get_json("/server_info")["internal_states"]),
         key=lambda state: state["node"],
     )
-    return [{kind: t["bytes"] for kind, t in state["exchange"].items()} for state in states]
+    return [
+        {kind: t["bytes"] for kind, t in state["exchange"].items()} | {"steps": state["num_steps"]}
+        for state in states
+    ]
 
 
 def check_exact_bytes(server: Server, model: Any, nodes: int, ranks: int, slots: bool) -> None:
@@ -159,10 +163,17 @@ def check_exact_bytes(server: Server, model: Any, nodes: int, ranks: int, slots:
         assert sent[owner]["gather"] == 4 * q * own
         handoffs = (nodes - 1) * 2 * 4 * config.hidden_size // ranks * rows
         assert sum(node["handoff"] for node in sent) == handoffs
-        # Ids and positions to the first root only, positions on with each handoff; then row
-        # numbers for prefill logits.
-        inputs = 16 * (prefill + decode) * (owner > 0) + 8 * rows * (owner < nodes - 1)
-        assert sent[owner]["metadata"] >= inputs
+        # Ids and positions to the first root only, positions on with each handoff; then the
+        # rounds of logits in each chunk of the prompt.
+        for node, kinds in enumerate(sent):
+            assert kinds["metadata"] == metadata_bytes(
+                node,
+                owner,
+                nodes,
+                own_rows=prefill * (node == owner) + decode * (slots or node == owner),
+                all_rows=rows,
+                prompt_steps=kinds["steps"] - decode,
+            )
 
 
 def check_slots(server: Server, expected: list[list[int]], nodes: int) -> None:

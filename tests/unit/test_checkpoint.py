@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_tknp.checkpoint import read_model_bytes
+from sglang_tknp.checkpoint import read_model_bytes, stored_dtypes
 from sglang_tknp.estimate import estimate_model_bytes
 from tests.tiny import make_tiny
 
@@ -46,6 +46,13 @@ def llama(num_layers: int, head: bool = True) -> Tensors:
     if head:
         tensors["lm_head.weight"] = ("BF16", (20, 2), 80)
     return tensors
+
+
+def test_dtypes_are_those_stored_by_bytes(tmp_path: Path) -> None:
+    tensors = {**llama(1), "model.layers.0.q.weight": ("F8_E4M3", (30, 10), 300)}
+    tensors["model.layers.0.q.weight_scale"] = ("F32", (1,), 4)
+    write_index(tmp_path, {"a.safetensors": llama(1), "b.safetensors": tensors})
+    assert stored_dtypes(tmp_path) == ("F8_E4M3", "bfloat16", "float32")
 
 
 def test_one_file(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ FACTS = Facts(
     quantization=None,
     kv_cache_dtype="bfloat16",
     sizes_from="configuration",
+    stored_dtypes=(),
     tp_per_node=2,
     batch=5,
     device_memory_gb=1,
@@ -101,6 +102,36 @@ def test_text_has_assumptions_first_and_a_line_for_every_node() -> None:
     assert re.search(r"^ +1 +2-3 +2.4 KiB +50.1% +1.2 KiB +4194293  final norm, head$", text, re.M)
     # 3 and 2 rows: the messages are those of the owner with more.
     assert "up to 288 B of QKV to and 192 B of output from the remote owner: 480 B per" in text
+
+
+def test_columns_are_of_what_is_held_where_loading_changes_the_dtype() -> None:
+    """Placed as stored in float32, held in half of it: 2400 of 4808 bytes on the first node."""
+    doubled = ModelBytes(embedding=800, layers=(2000,) * 4, final_norm=16, head=800)
+    memory = Memory(device_gb=1, mem_fraction_static=0.5)
+    plan = plan_pool(place(doubled, (2, 2)), doubled, BUILD, memory, batch=5, kv_element_bytes=2)
+    facts = replace(FACTS, sizes_from="checkpoint", stored_dtypes=("float32",))
+    text = to_text(Report(facts=facts, plans=(plan,)))
+    assert (
+        "bfloat16; placed by sizes of the checkpoint's tensors, stored in float32; the tables have "
+        "the bytes held, in bfloat16\n" in text
+    )
+    assert re.search(r"^ +0 +0-1 +2.3 KiB +49.9% +1.2 KiB ", text, re.M)
+    assert re.search(r"^ +1 +2-3 +2.4 KiB +50.1% +1.2 KiB ", text, re.M)
+    assert "hold 4.7 KiB less than was placed (stored in float32, held in bfloat16);" in text
+    same = replace(facts, stored_dtypes=("F8_E4M3", "bfloat16"))
+    assert "stored in" not in to_text(Report(facts=same, plans=(plan,)))
+
+
+def test_a_tied_copy_is_said_below_the_shares() -> None:
+    plan = planned(Memory(device_gb=1, mem_fraction_static=0.5), replace(BUILD, tied_copy=400))
+    text = to_text(Report(facts=FACTS, plans=(plan,)))
+    shares = [float(share) for share in re.findall(r"([\d.]+)%  ", text)]
+    assert (plan.held_bytes, shares) == (4408, [54.4, 54.6])
+    assert (
+        "  tied       the last node's head is a copy of the tied embedding, 400 B: the shares of "
+        "one copy sum to 109.1%\n" in text
+    )
+    assert "tied" not in to_text(REPORT)
 
 
 def test_json_has_every_number() -> None:
@@ -182,3 +213,12 @@ def test_a_quantised_model_is_not_quantised_again() -> None:
         dry_run.quantize(model, "fp8")
     plain = dry_run.quantize(dry_run.find_model("llama-3.1-405b"), "fp8")
     assert plain.config["quantization_config"]["quant_method"] == "fp8"
+
+
+def test_a_quantised_models_folder_is_not_read(tmp_path: Path) -> None:
+    """Its tensors are not those of the FP8 checkpoint that is planned."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["A"]}))
+    model = dry_run.find_model(str(tmp_path))
+    quantised = dry_run.quantize(model, "fp8")
+    assert (model.folder, quantised.folder) == (tmp_path, None)
+    assert quantised.name == model.name

@@ -211,12 +211,17 @@ def test_the_suggested_layer_blocks_are_good() -> None:
 def test_the_table_shows_layers_bytes_and_share() -> None:
     model = model_of(1024, 1024, 2048, embedding=1024, final_norm=0, tied=True)
     lines = format_table(place(model, (2, 1)), model).splitlines()
-    assert [line.split() for line in lines] == [
+    *table, tied = lines
+    assert [line.split() for line in table] == [
         ["node", "layers", "weights", "share"],
         ["0", "0-1", "3.0", "KiB", "60.0%"],
         ["1", "2-2", "3.0", "KiB", "60.0%"],
     ]
-    assert len({len(line) for line in lines}) == 1  # columns are aligned
+    assert len({len(line) for line in table}) == 1  # columns are aligned
+    assert tied == (
+        "the last node's head is a copy of the tied embedding, 1.0 KiB: the shares of one copy "
+        "sum to 120.0%"
+    )
 
 
 def test_the_table_shows_each_nodes_kv_tokens() -> None:

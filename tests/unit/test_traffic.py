@@ -1,4 +1,7 @@
-"""Proves a decode step's bytes: the paper's numbers, and what the exchange would send."""
+"""Proves a planned decode step's bytes: the paper's numbers, and each of its sums by hand.
+
+That a real step sends them is in tests/upstream/test_step_traffic.py.
+"""
 
 import pytest
 from hypothesis import given
@@ -33,6 +36,7 @@ def test_a_step_sums_layers_handoffs_logits_and_ids() -> None:
     assert found.handoff == 2 * 128 * 16384 * 2 // 8 == 1 * MIB
     assert found.handoffs == 3 * MIB
     assert found.logits == (*(32 * 16032 * 2,) * 3, 0)  # the head's node keeps its own
+    assert found.positions == 128 * 8
     assert found.inputs == 96 * 16 + 3 * 128 * 8
     assert found.peer_group == found.exchange + 3 * MIB + 3 * 32 * 16032 * 2 + 4608
     assert found.pool == 8 * found.peer_group

@@ -5,10 +5,12 @@ One process runs every case in turn, each through the command line's `main`.
 
 import json
 import os
+import re
 from typing import Any
 
 import pytest
 
+from sglang_tknp.placement import human
 from tests.tiny import make_tiny
 from tests.upstream.process import MARK, TINY, result_of, run_python
 
@@ -49,6 +51,10 @@ CASES: dict[str, list[str]] = {
     "llama-405b, some room": ["llama-3.1-405b", "--device-memory-gb", "40", "--json"],
     "tied": ["tied", *SMALL, "--json"],
     "qwen3": ["qwen3", *SMALL, "--dtype", "float32", "--kv-cache-dtype", "bf16", "--json"],
+    "stored, as fp8": ["stored", *SMALL, "--tp-per-node", "2", "--quantization", "fp8", "--json"],
+    "stored, as fp8, text": ["stored", *SMALL, "--tp-per-node", "2", "--quantization", "fp8"],
+    "stored, in half": ["stored", *SMALL, "--tp-per-node", "2", "--dtype", "bfloat16"],
+    "stored, tied": ["stored tied", *SMALL, "--tp-per-node", "2", "--dtype", "bfloat16"],
     "stored": ["stored", *SMALL, "--tp-per-node", "2", "--dtype", "float32", "--json"],
     "blocks": ["qwen3", *SMALL, "--tknp-layer-blocks", "3,1", "--json"],
     "bad blocks": ["qwen3", *SMALL, "--tknp-layer-blocks", "3,2"],
@@ -81,7 +87,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps({**TINY, **changes}))
     make_tiny("llama-untied", folder / "stored")
-    paths = {name: str(folder / name) for name in (*CHECKPOINTS, "stored")}
+    make_tiny("llama", folder / "stored tied")
+    paths = {name: str(folder / name) for name in (*CHECKPOINTS, "stored", "stored tied")}
     cases = {name: [paths.get(argv[0], argv[0]), *argv[1:]] for name, argv in CASES.items()}
     return dict(result_of(run_python(SCRIPT, json.dumps(cases))))
 
@@ -269,6 +276,51 @@ def test_a_checkpoints_own_tensors_are_what_its_modules_hold(plans: Any, ran: An
     ]
     assert [node["one_copy_bytes"] - node["placed_bytes"] for node in plan["nodes"]] == [0, 0]
     assert json.loads(ran["stored"]["out"])["facts"]["sizes_from"] == "checkpoint"
+
+
+def test_quantization_plans_an_fp8_checkpoint_and_not_the_stored_one(
+    plans: Any, ran: dict[str, Any]
+) -> None:
+    """A float32 checkpoint planned as FP8 beside float16, which SGLang makes of float32."""
+    plan = plans("stored, as fp8")[2]
+    weights = 64 * 8 * (2 * 8 + 2 * 2) + 3 * 64 * 128
+    layer = weights + 7 * 4 + 2 * (2 * 64)  # seven scales, two norms
+    assert [node["placed_bytes"] for node in plan["nodes"]] == [
+        3 * layer + 2 * 512 * 64,
+        2 * layer + 2 * 512 * 64 + 2 * 64,
+    ]
+    # Only the two KV scales that SGLang makes for each layer are beyond the placed bytes.
+    beyond = [node["one_copy_bytes"] - node["placed_bytes"] for node in plan["nodes"]]
+    assert beyond == [3 * 2 * 4, 2 * 2 * 4]
+    assert json.loads(ran["stored, as fp8"]["out"])["facts"]["sizes_from"] == "configuration"
+    assert sum(shares_of(ran["stored, as fp8, text"]["out"])) == pytest.approx(100, abs=0.1)
+
+
+def test_a_dtype_other_than_the_stored_one_is_said_and_all_columns_are_in_it(
+    ran: dict[str, Any],
+) -> None:
+    text = ran["stored, in half"]["out"]
+    assert "stored in float32; the tables have the bytes held, in bfloat16\n" in text
+    assert "(stored in float32, held in bfloat16)" in text
+    assert sum(shares_of(text)) == pytest.approx(100, abs=0.1)
+    # Half of what the test above finds stored; two ranks repeat the norms.
+    norm = 2 * 64
+    layer = 2 * (64 * 8 * (2 * 8 + 2 * 2) + 3 * 64 * 128) + 2 * norm
+    first = 3 * layer + 2 * 512 * 64
+    row = f" {human(first)}  {first / (5 * layer + 4 * 512 * 64 + norm):.1%}  "
+    assert row + f"{human((first + 6 * norm) / 2)}  " in text
+
+
+def test_a_tied_copy_is_said_below_the_shares(ran: dict[str, Any]) -> None:
+    text = ran["stored, tied"]["out"]
+    said = re.search(r"copy of the tied embedding, 64.0 KiB: .* sum to ([\d.]+)%\n", text)
+    assert said and float(said[1]) > 105
+    assert sum(shares_of(text)) == pytest.approx(float(said[1]), abs=0.15)
+
+
+def shares_of(text: str) -> list[float]:
+    """The column of the nodes' shares, in percent."""
+    return [float(share) for share in re.findall(r"^ +\d+ .* ([\d.]+)%  ", text, re.M)]
 
 
 def test_layer_blocks_are_the_users(plans: Any) -> None:

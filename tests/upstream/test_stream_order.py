@@ -1,140 +1,290 @@
-"""Proves that the steps of tests/unit/test_stream_order.py are those of the real model_ext.
+"""Proves the order of streams and events on accelerators, on a CPU, from recorded steps.
 
-The real Step, RootAttention, attend_for_root and Logits run on the same recorder, with a stage, a
-model and attention that compute next to nothing, and do the same in the same order.
+Every rank runs whole steps of the real Step, Exchange and StreamTransport over a recorder
+(recorded_rank.py, recorder.py). Each check is also shown to find a fault that is put in on purpose.
 """
 
-import contextlib
-from types import SimpleNamespace
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
 
-from sglang_tknp import compat
-from sglang_tknp.model_ext.attention import RootAttention
-from sglang_tknp.model_ext.logits import Logits
-from sglang_tknp.model_ext.step import Step
-from sglang_tknp.placement import Placement
-from tests.unit.recorder import races, stuck, unjoined
-from tests.unit.stream_steps import (
+from sglang_tknp.exchange import Exchange
+from sglang_tknp.model_ext import step as step_module
+from sglang_tknp.transport import Transfer
+from sglang_tknp.transport_stream import StreamTransport
+from tests.upstream.recorded_rank import (
     BLOCKS,
-    CPU,
-    FLOAT,
-    HIDDEN,
-    VOCABULARY,
-    HandRank,
+    QKV,
+    RecordedRank,
     Rows,
+    no_process_groups,
     record,
     trace,
 )
+from tests.upstream.recorder import MismatchError, Op, Place, Recorder, races, stuck, unjoined
 
 pytestmark = pytest.mark.upstream
 
-# Of the sizes QKV by hand: two query heads and one KV head.
-LAYER: Any = SimpleNamespace(
-    layer_id=0, tp_q_head_num=2, tp_k_head_num=1, tp_v_head_num=1, qk_head_dim=2, v_head_dim=2
-)
+SIZES = (3, 2, 1, 4)
 
 
-class Processor:
-    """Stands in for SGLang's logits processor: asks for all rows, or for a round's at a time."""
-
-    def __init__(self, rank: "RealRank") -> None:
-        self.rank = rank
-
-    def _compute_lm_head(self, hidden: torch.Tensor, lm_head: Any) -> torch.Tensor:
-        return self.rank.head(hidden)
-
-    def __call__(self, ids: Any, rows: torch.Tensor, lm_head: Any, batch: Any) -> torch.Tensor:
-        if not batch.is_extend_in_batch:
-            return self._compute_lm_head(rows, lm_head)
-        counts = [counts[self.rank.node] for counts in self.rank.rounds]
-        return torch.cat([self._compute_lm_head(rows[:n], lm_head) for n in counts])
+def some_owners(num_nodes: int) -> list[Rows]:
+    """Every combination of owners with rows and owners with none; a step has a row at least."""
+    masks = [mask for mask in product((1, 0), repeat=num_nodes) if any(mask)]
+    return [tuple(n * on for n, on in zip(SIZES, mask, strict=False)) for mask in masks]
 
 
-class RealRank(HandRank):
-    """A rank whose steps are model_ext's; only what it computes is by hand."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.rounds: list[Rows] = []
-        self.model = SimpleNamespace(
-            forward=self.model_forward, logits_processor=Processor(self), lm_head=None
-        )
-        blocks = BLOCKS[: self.num_nodes]
-        stage: Any = SimpleNamespace(
-            node=self.node,
-            device=CPU,
-            dtype=FLOAT,
-            hidden_size=HIDDEN,
-            model=self.model,
-            placement=Placement(blocks=blocks, node_bytes=(1,) * self.num_nodes),
-            attention=[LAYER] * sum(blocks),
-            topology=SimpleNamespace(num_nodes=self.num_nodes),
-            is_head_node=self.node == self.head_node,
-            scope=contextlib.nullcontext,
-        )
-        self.real = Step(stage, self.exchange)
-        self.attention = RootAttention(LAYER, lambda: self.real)
-
-    def run(self, ids: torch.Tensor, rounds: list[Rows]) -> Any:
-        self.rounds = rounds
-        shared = iter([*rounds, (0,) * self.num_nodes])
-
-        def share_counts(value: int) -> list[int]:
-            counts = next(shared)
-            assert counts[self.node] == value
-            return list(counts)
-
-        self.exchange.share_counts = share_counts  # type: ignore[method-assign]
-        batch = SimpleNamespace(is_extend_in_batch=bool(rounds), attend=self.attend)
-        return self.real.run(self.buffers, ids, ids, batch)
-
-    def model_forward(
-        self, ids: Any, positions: torch.Tensor, batch: Any, pp_proxy_tensors: Any = None
-    ) -> Any:
-        if pp_proxy_tensors is None:
-            hidden, residual = self.embed(ids)
-        else:
-            hidden, residual = (pp_proxy_tensors[x] for x in ("hidden_states", "residual"))
-        for _ in range(BLOCKS[self.node]):
-            hidden = self.dense(self.attention(*self.qkv(hidden, residual), batch))
-        if self.node == self.head_node:
-            return self.model.logits_processor(ids, hidden, None, batch)
-        return compat.handoff_tensors(hidden, residual)
+ROWS = [*some_owners(2), *some_owners(3)]
+LARGER = {rows: tuple(n + 1 for n in rows) for rows in ROWS}
+# Decode steps ask for all logits at once; a prompt step's rounds, none with more than its rows.
+ROUNDS: dict[Rows, list[Rows]] = {
+    (3, 2): [(1, 2), (1, 0)],
+    (0, 2): [(0, 2), (0, 1)],
+    (3, 2, 1): [(1, 2, 1), (0, 0, 1)],
+    (3, 0, 1): [(1, 0, 1), (2, 0, 0)],
+    (0, 0, 1): [(0, 0, 1)],
+}
 
 
-@pytest.fixture(autouse=True)
-def no_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Logits, "_agree_on_shape", lambda self: (VOCABULARY, FLOAT))
-    monkeypatch.setattr(
-        RadixAttention, "forward", lambda layer, q, k, v, batch: batch.attend(q, k, v)
-    )
+def all_races(programs: dict[Place, list[Op]]) -> set[tuple[str, str]]:
+    return {pair for ops in programs.values() for pair in races(ops)}
+
+
+def all_unjoined(programs: dict[Place, list[Op]]) -> list[str]:
+    return [name for ops in programs.values() for name in unjoined(ops)]
+
+
+def assert_right(programs: dict[Place, list[Op]]) -> None:
+    assert not all_races(programs)
+    assert not all_unjoined(programs)
+    assert not stuck(programs)
+
+
+# Whole steps: no data race, nothing left on the side stream, no deadlock.
+
+
+class FreshBuffers(RecordedRank):
+    """Steps on exact rows, which no graph captures: their buffers are freed."""
+
+    def take(self, name: str, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((num_rows, width), dtype=dtype)
+
+
+@pytest.mark.parametrize("rank", [RecordedRank, FreshBuffers])
+@pytest.mark.parametrize("rows", ROWS)
+def test_decode_steps(rows: Rows, rank: type[RecordedRank]) -> None:
+    """Two on the same buffers, as a graph replays them, and one on more rows."""
+    assert_right(record([rows, rows, LARGER[rows]], rank=rank))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("rows", ROUNDS)
+def test_prompt_steps_with_rounds_of_logits(rows: Rows, tp_size: int) -> None:
+    assert_right(record([rows, rows], rounds=ROUNDS[rows], tp_size=tp_size))
+
+
+@pytest.mark.parametrize("rows", [(3, 2), (0, 3), (3, 0), (2, 1, 2), (1, 0, 0)])
+def test_nodes_of_two_tp_ranks(rows: Rows) -> None:
+    """The handoff's all-gather too, with elements that two ranks cannot share evenly."""
+    programs = record([rows, rows], tp_size=2)
+    assert "all-gather" in {op.name for op in programs[1, 0]}
+    assert_right(programs)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 4])
+def test_no_steps_deadlock(num_nodes: int) -> None:
+    """All owners with and without rows, followed by the same ones and by all the others."""
+    for rows in some_owners(num_nodes):
+        others = tuple(n - m for n, m in zip(SIZES, rows, strict=False))
+        for following in (rows, others) if any(others) else (rows,):
+            assert not stuck(record([rows, following])), (rows, following)
+
+
+def test_the_warm_up_does_not_deadlock() -> None:
+    programs = {}
+    for node in range(4):
+        with no_process_groups():
+            runner = RecordedRank((node, 0), 4)
+        with runner.rec:
+            runner.exchange.warm_up()
+        programs[node, 0] = list(runner.rec.ops)
+        assert sum(op.messages != () for op in programs[node, 0]) == 2 * 3
+    assert_right(programs)
+
+
+# The order within a layer.
+
+
+def layers_of_root(ops: Sequence[Op]) -> list[list[Op]]:
+    """From a layer's QKV to its dense part; frees and torch's small operations left out."""
+    found: list[list[Op]] = []
+    inside = False
+    for op in (op for op in ops if "aten" not in op.name and op.name != "free"):
+        if op.name == "QKV" and not inside:
+            found.append([])
+            inside = True
+        if inside:
+            found[-1].append(op)
+        inside = inside and op.name != "dense"
+    return found
+
+
+@pytest.mark.parametrize("rows", [(3, 2), (3, 2, 1), (3, 0, 1)])
+def test_the_root_attends_beside_its_messages(rows: Rows) -> None:
+    for (node, _), ops in record([rows]).items():
+        layers = layers_of_root(ops)
+        assert len(layers) == BLOCKS[node]
+        for layer in layers:
+            steps = list(dict.fromkeys(op.name for op in layer))
+            own = ["attend"] * (rows[node] > 0)
+            messages = ["send scatter", "receive gather"]
+            assert steps == ["QKV", "fork", *messages, *own, "join", "dense"]
+            (send,), (receive,) = ([op for op in layer if op.name == name] for name in messages)
+            for attend in (op for op in layer if op.name == "attend"):
+                assert not attend.after(send) and not attend.after(receive)
+                assert not send.after(attend) and not receive.after(attend)
+            dense = layer[-1]
+            assert dense.after(send) and dense.after(receive)
+
+
+@pytest.mark.parametrize("rows", [(3, 2), (3, 2, 1)])
+def test_the_owner_posts_its_next_receive_at_once(rows: Rows) -> None:
+    """Node 1, while node 0 runs its two layers: nothing is computed between send and receive."""
+    ops = record([rows])[1, 0]
+    layer = [
+        ("side", "fork"),
+        ("side", "receive scatter"),
+        ("current", "join"),
+        ("current", "attend"),
+        ("side", "fork"),
+        ("side", "send gather"),
+    ]
+    steps = [(stream, name) for stream, name, _ in trace(ops)]
+    assert steps[2:14] == [*layer, *layer]
+    posted = [op for op in ops if op.stream == "side"]
+    names = [op.name for op in posted]
+    send = posted[names.index("send gather")]
+    receive = posted[names.index("send gather") + 2]
+    assert (send.name, receive.name) == ("send gather", "receive scatter")
+    computed = range(send.clock["current"], receive.clock["current"])
+    current = [op for op in ops if op.stream == "current"]
+    assert all(current[i].name in ("join", "free") for i in computed)
+
+
+# Faults put in on purpose.
+
+
+class NoWait(StreamTransport):
+    def wait(self, transfer: Transfer) -> None:
+        pass
+
+
+class ReceivesFirst(StreamTransport):
+    def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        super().post([], receives)
+        super().post(sends, [])
+
+
+class NoFork(Recorder):
+    def fork(self) -> None:
+        pass
+
+
+class NoGatherEnd(Exchange):
+    def gather_end(self) -> None:
+        self._layer = []
+
+
+class NoKeptSends(Exchange):
+    """Lets go of what it sends, as if a posted send were over."""
+
+    def _send_later(self, kind: str, sends: list[Transfer]) -> None:
+        self._post(sends, [])
+
+
+class NoFinish(Exchange):
+    def finish_step(self) -> None:
+        self._sent = {}
+
+
+def posts_rows_before_outputs(step: Any, root: int, layers: Sequence[Any]) -> None:
+    owner_side(step, root, layers, before_attention=False)
+
+
+def posts_rows_before_attention(step: Any, root: int, layers: Sequence[Any]) -> None:
+    owner_side(step, root, layers, before_attention=True)
+
+
+def owner_side(step: Any, root: int, layers: Sequence[Any], *, before_attention: bool) -> None:
+    """In place of attend_for_root: posts the next receive before this layer's outputs go."""
+    if not step.layout.rows[step.node]:
+        return
+
+    def post() -> None:
+        rows = step.buffers.of_node("rows", sum(QKV), step.stage.dtype)
+        step.exchange.receive_rows_begin(rows, root)
+
+    post()
+    for layers_left in reversed(range(len(layers))):
+        rows = step.exchange.receive_rows_end()
+        if layers_left and before_attention:
+            post()
+        out = step.batch.attend(*rows.split(QKV, dim=-1))
+        if layers_left and not before_attention:
+            post()
+        step.exchange.return_outputs(out, root)
+
+
+class PostsRowsBeforeOutputs(RecordedRank):
+    def step(self, *args: Any) -> None:
+        with mock.patch.object(step_module, "attend_for_root", posts_rows_before_outputs):
+            super().step(*args)
+
+
+class PostsRowsBeforeAttention(RecordedRank):
+    def step(self, *args: Any) -> None:
+        with mock.patch.object(step_module, "attend_for_root", posts_rows_before_attention):
+            super().step(*args)
 
 
 @pytest.mark.parametrize(
-    ("rows", "rounds"),
+    ("fault", "race"),
     [
-        ((3, 2), []),
-        ((0, 2), []),
-        ((3, 0), []),
-        ((3, 2), [(1, 2), (1, 0)]),
-        ((3, 2, 1), []),
-        ((3, 0, 1), []),
-        ((0, 2, 0), []),
-        ((3, 2, 1), [(1, 2, 1), (0, 0, 1)]),
+        ({"transport": NoWait}, ("receive scatter", "attend")),
+        ({"transport": NoWait}, ("receive gather", "dense")),
+        ({"recorder": NoFork}, ("send scatter", "QKV")),
+        ({"recorder": NoFork}, ("send gather", "attend")),
+        ({"exchange": NoGatherEnd}, ("receive gather", "dense")),
+        ({"exchange": NoGatherEnd}, ("send scatter", "free")),
+        ({"exchange": NoKeptSends}, ("send gather", "free")),
+        ({"rank": PostsRowsBeforeAttention}, ("receive scatter", "attend")),
     ],
 )
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_model_ext_makes_the_same_steps(rows: Rows, rounds: list[Rows], tp_size: int) -> None:
-    steps = [rows, rows]
-    by_hand = record(steps, rounds=rounds, tp_size=tp_size)
-    real = record(steps, rounds=rounds, tp_size=tp_size, rank=RealRank)
-    assert {place: trace(ops) for place, ops in real.items()} == {
-        place: trace(ops) for place, ops in by_hand.items()
-    }
-    # What torch computes unnamed is not in the trace, so the real steps are checked themselves.
-    assert not any(races(ops) or unjoined(ops) for ops in real.values())
-    assert not stuck(real)
+def test_races_are_found(fault: dict[str, Any], race: tuple[str, str]) -> None:
+    assert race in all_races(record([(3, 2, 1)] * 2, **fault))
+
+
+@pytest.mark.parametrize("fault", [{"transport": NoWait}, {"exchange": NoFinish}])
+def test_work_that_is_not_joined_is_found(fault: dict[str, Any]) -> None:
+    assert {"send logits", "send gather"} & set(all_unjoined(record([(3, 2)], **fault)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "waiting"),
+    [
+        ({"transport": ReceivesFirst}, {"(0, 0) side: receive gather"}),
+        ({"rank": PostsRowsBeforeOutputs}, {"(1, 0) side: receive scatter"}),
+    ],
+)
+def test_deadlocks_are_found(fault: dict[str, Any], waiting: set[str]) -> None:
+    assert waiting <= set(stuck(record([(3, 2)], **fault)))
+
+
+def test_ends_that_differ_are_found() -> None:
+    programs = {**record([(3, 2)]), (1, 0): record([(3, 1)])[1, 0]}
+    with pytest.raises(MismatchError):
+        stuck(programs)
