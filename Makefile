@@ -13,7 +13,7 @@ help:
 	@echo "make serve      a real model on a pool of $(NODES) CPU nodes, until Ctrl-C (PORT=, NODES=)"
 	@echo "make demo       the same, stopped after one answer"
 	@echo "make test       every test that needs no GPU (PYTEST_ARGS=)"
-	@echo "make test-fast  the unit tests only, seconds"
+	@echo "make test-fast  the unit tests only, half a minute"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      exchange, idle pool, controller, decode step; json in bench/results"
 	@echo "make venv       the environment in VENV=$(VENV): sglang, 11 GB, some minutes at first"

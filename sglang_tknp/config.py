@@ -185,7 +185,8 @@ def _add_slot_args(group: Any, default: TknpConfig) -> None:
         default=default.uneven_layouts,
         help="CUDA graphs: the most layouts with different slots per owner that are captured "
         "beside the ones with equal slots; each costs a graph and serves steps in which one owner "
-        f"has about twice the requests of the others. Default: {DEFAULT_UNEVEN_LAYOUTS}.",
+        "has about twice the requests of the others. They come in groups of N, one for each owner, "
+        f"so a number below N gives none. Default: {DEFAULT_UNEVEN_LAYOUTS}.",
     )
     group.add_argument(
         "--tknp-force-slots",

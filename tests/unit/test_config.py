@@ -180,3 +180,4 @@ def test_help_explains_every_flag() -> None:
     assert len(FLAGS) == len(fields(TknpConfig))
     assert "--attn-dp-size N" in group
     assert "Default: 120." in group
+    assert "in groups of N, one for each owner, so a number below N gives none" in group

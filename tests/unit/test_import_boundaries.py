@@ -149,6 +149,13 @@ def test_pure_files_import_nothing_heavy_even_lazily(name: str) -> None:
     assert not roots & {"torch", "sglang", "numpy", "transformers"}
 
 
+@pytest.mark.parametrize("name", ["exchange", "transport", "transport_stream"])
+def test_what_sends_imports_no_sglang_even_lazily(name: str) -> None:
+    found = all_imports((ROOT / f"sglang_tknp/{name}.py").read_text())
+    roots = {i.split(".")[0] for i in found}
+    assert "torch" in roots and "sglang" not in roots
+
+
 def test_the_checks_see_violations() -> None:
     assert bare_names("def f():\n    from model_ext.step import Step\n    import launch") == [
         "model_ext.step.Step",

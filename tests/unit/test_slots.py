@@ -99,6 +99,11 @@ def test_the_choice_by_hand() -> None:
     assert table.choose((0, 17)) is None
 
 
+@pytest.mark.parametrize(("max_uneven", "found"), [(0, 0), (2, 0), (3, 3), (5, 3), (6, 6)])
+def test_uneven_layouts_come_once_for_every_owner(max_uneven: int, found: int) -> None:
+    assert len(uneven_layouts([8, 16, 32, 64], 3, max_uneven)) == found
+
+
 def test_a_layout_that_saves_exactly_a_quarter_is_chosen() -> None:
     layout = OwnershipLayout(rows=(6, 5, 5, 5))  # 21 rows, where (7, 7, 7, 7) has 28
     assert SlotTable([7, 20], 4, 64).choose(layout.rows) == layout
