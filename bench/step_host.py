@@ -3,8 +3,10 @@
 The product's Step, Exchange and attention code run whole steps of a model that computes nothing:
 its dense layers, attention and logits are stand-ins that return made tensors. What remains is
 TKNP's host work and the transport. The calling thread's processor time counts, which leaves
-waiting out, and so does the time inside torch.distributed. The rank that is measured has a core
-of its own; all others share another one, as they only have to answer.
+waiting out, and the time inside torch.distributed does not. The rank that is measured has a core
+of its own; all others share another one, as they only have to answer. The same step is measured
+once more alone, in a process without peers whose transport does nothing: what the code costs on a
+core that does not sleep between messages.
 """
 
 import contextlib
@@ -95,7 +97,21 @@ def run_block(stage: Any, num_rows: int) -> Any:
     return SimpleNamespace(tensors={"hidden_states": rows, "residual": rows})
 
 
+class NoTransport:
+    """Every message has arrived."""
+
+    device = torch.device("cpu")
+
+    def post(self, sends: Any, receives: Any) -> None:
+        for transfer in (*sends, *receives):
+            transfer.work = self
+
+    def wait(self, transfer: Any) -> None:
+        pass
+
+
 def make_step(rank: int, nodes: int, group: Any, sections: Sections) -> Any:
+    """`group`: the gloo group of the peers, or None to be alone."""
     from sglang_tknp.exchange import Exchange
     from sglang_tknp.model_ext import attention
     from sglang_tknp.model_ext import step as step_module
@@ -103,10 +119,10 @@ def make_step(rank: int, nodes: int, group: Any, sections: Sections) -> Any:
     made = torch.zeros(ROWS, HEADS * HEAD_DIM, dtype=DTYPE)
     attention.attend = sections.wrap("stand-in", lambda layer, q, k, v, batch: made)
     stage = fake_stage(rank, nodes, group)
-    gloo = GlooTransport(group, timeout=60)
-    gloo.post = sections.wrap("transport", gloo.post)
-    gloo.wait = sections.wrap("transport", gloo.wait)
-    exchange = Exchange(gloo, rank, list(range(nodes)), timeout=60, cpu_group=group)
+    transport: Any = GlooTransport(group, timeout=60) if group else NoTransport()
+    transport.post = sections.wrap("transport", transport.post)
+    transport.wait = sections.wrap("transport", transport.wait)
+    exchange = Exchange(transport, rank, list(range(nodes)), timeout=60, cpu_group=group)
     exchange.warm_up()
     step_module.attend_for_root = sections.wrap("owner", step_module.attend_for_root)
     step = step_module.Step(stage, exchange)
@@ -127,11 +143,26 @@ def run_rank(rank: int, nodes: int, measured: int, store: str, queue: Any) -> No
     # Before gloo starts its threads, so that they stay on this core too.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0] if rank == measured else cores[-1]})
-    from sglang_tknp import compat
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nodes, timeout=LIMIT)
     group = dist.new_group(list(range(nodes)), timeout=LIMIT)
+    found = run_steps(rank, nodes, group)
+    if rank == measured:
+        queue.put(found)
+    dist.barrier(group)
+
+
+def run_alone(rank: int, nodes: int, queue: Any) -> None:
+    from sglang_tknp.model_ext.logits import Logits
+
+    torch.set_num_threads(1)
+    with mock.patch.object(Logits, "_agree_on_shape", lambda self: (VOCAB, DTYPE)):
+        queue.put(run_steps(rank, nodes, None))
+
+
+def run_steps(rank: int, nodes: int, group: Any) -> dict[str, float]:
+    from sglang_tknp import compat
+
     sections = Sections(time.thread_time)
     samples = []
     with (
@@ -146,9 +177,7 @@ def run_rank(rank: int, nodes: int, measured: int, store: str, queue: Any) -> No
             sections.totals.clear()
             forward(ids, ids, batch)
             samples.append(dict(sections.totals))
-    if rank == measured:
-        queue.put(medians(nodes, samples[WARM_UP:]))
-    dist.barrier(group)
+    return medians(nodes, samples[WARM_UP:])
 
 
 def medians(nodes: int, samples: list[dict[str, float]]) -> dict[str, float]:
@@ -164,8 +193,24 @@ def medians(nodes: int, samples: list[dict[str, float]]) -> dict[str, float]:
 def measure(nodes: int) -> dict[str, float]:
     """The larger one of the first root, which collects, and the head's node, which sends logits."""
     ends = [measure_rank(nodes, rank) for rank in (0, nodes - 1)]
-    largest = {name: round(max(end[name] for end in ends), 1) for name in ends[0]}
-    return {"nodes": nodes, **largest}
+    alone = [measure_alone(nodes, rank) for rank in (0, nodes - 1)]
+    return {
+        "nodes": nodes,
+        **{name: round(max(end[name] for end in ends), 1) for name in ends[0]},
+        **{f"{name}_alone": round(max(end[name] for end in alone), 1) for name in alone[0]},
+    }
+
+
+def measure_alone(nodes: int, rank: int) -> dict[str, float]:
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=run_alone, args=(rank, nodes, queue))
+    process.start()
+    try:
+        found: dict[str, float] = queue.get(timeout=120)
+    finally:
+        process.kill()
+    return found
 
 
 def measure_rank(nodes: int, measured: int) -> dict[str, float]:

@@ -88,6 +88,31 @@ def serving(port: int, env: dict[str, str], tknp: bool) -> Iterator[Client]:
         os.environ.update(before)
 
 
+@contextlib.contextmanager
+def awake_cores() -> Iterator[None]:
+    """One process per core that runs whenever nothing else does.
+
+    A core that sleeps wakes slowly, and a virtual one may wake elsewhere. TKNP's nodes sleep in
+    turn, stock SGLang's one busy core does not: this takes the difference away.
+    """
+    context = mp.get_context("spawn")
+    spinners = [context.Process(target=spin, args=(core,)) for core in os.sched_getaffinity(0)]
+    try:
+        for process in spinners:
+            process.start()
+        yield
+    finally:
+        for process in spinners:
+            process.kill()
+
+
+def spin(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    while True:
+        pass
+
+
 def measure_servers(port: int, rounds: int) -> dict[str, dict[tuple[int, int], float]]:
     """Median milliseconds of a decode step per (batch, context), stock and TKNP in turn."""
     one_core = {"SGLANG_CPU_OMP_THREADS_BIND": "0", "OMP_NUM_THREADS": "1"}
