@@ -8,6 +8,7 @@ captured step is the whole step of every rank, its exchange included. All ranks 
 layouts in the same order, and choose one by the same rows of all owners.
 """
 
+import contextlib
 import copy
 import functools
 import logging
@@ -161,7 +162,7 @@ class EagerReplay(BaseCudaGraphBackend):
         return shape_key in self.steps
 
     def replay_session(self) -> Any:
-        return torch.no_grad()
+        return contextlib.nullcontext()
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
         return self.steps[shape_key]()
@@ -182,8 +183,7 @@ class EagerSlotRunner(SlotRunner):
         self.buffers.seq_lens_cpu.fill_(self.seq_len_fill_value)
         self.buffers.reset_index_buffers()
         self._profiler = None
-        with torch.no_grad():
-            self._capture_one_stream()
+        self._capture_one_stream()
 
     def _run_in_graph_metadata_prep(self, attn_backend: Any, forward_batch: Any) -> None:
         attn_backend.init_forward_metadata_in_graph(forward_batch)

@@ -85,6 +85,7 @@ class Step:
         self.finish()
         return output
 
+    @torch.no_grad()
     def run(
         self,
         buffers: StepBuffers,
@@ -210,7 +211,7 @@ def install_step(stage: Stage) -> None:
             raise NotImplementedError(f"TKNP's step does not carry {sorted(kwargs)}")
         return step.forward(input_ids, positions, forward_batch)
 
-    stage.model.forward = types.MethodType(torch.no_grad()(forward), stage.model)
+    stage.model.forward = types.MethodType(forward, stage.model)
     stage.step = step
 
 

@@ -31,8 +31,10 @@ def after_alloc_memory_pool(result, runner, *args, **kwargs):
         freed += int(indices.numel())
         # So that a test sees that the canary lived in this process.
         path = os.environ["TKNP_CANARY_LOG"] + f".{runner.gpu_id}"
-        with open(path, "w") as out:
+        # Whole or not at all: the test may read it while the last request's slots are freed.
+        with open(path + "~", "w") as out:
             out.write(f"{len(buffers)} {freed}")
+        os.replace(path + "~", path)
         return free(indices)
 
     allocator.free = poison_and_free
