@@ -88,28 +88,33 @@ def main() -> None:
     parser.add_argument("--keep-awake", action="store_true", help="cores never sleep (ratio)")
     parser.add_argument("--port", type=int, default=30173)
     args = parser.parse_args()
-    # A part that is not run keeps its last result.
-    results = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
+    found: dict[str, Any] = {}
     if "host" in args.parts:
-        results["host"] = host()
+        found["host"] = host()
     if "ratio" in args.parts:
         name = "ratio_awake" if args.keep_awake else "ratio"
-        results[name] = ratio(args.port, args.rounds, args.keep_awake)
+        found[name] = ratio(args.port, args.rounds, args.keep_awake)
     if "profile" in args.parts:
-        results["profile"] = profile(args.port)
-    report = {
+        found["profile"] = profile(args.port)
+    write(found)
+    missed = list(missed_limits(found))
+    print("\n".join(["limits missed:", *missed] if missed else ["no limit is missed"]))
+
+
+def write(found: dict[str, Any]) -> None:
+    """Each part with its own command; a part that was not run keeps its last result."""
+    made = {
         "command": " ".join(["python", *sys.argv]),
         "machine": machine(),
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "sglang", "sglang-tknp")},
         },
-        "results": results,
     }
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    parts = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    parts |= {name: {**made, "results": results} for name, results in found.items()}
+    RESULTS.write_text(json.dumps(parts, indent=1) + "\n")
     print(f"written: {RESULTS}")
-    missed = list(missed_limits({part: results.get(part, []) for part in ("host", "ratio")}))
-    print("\n".join(["limits missed:", *missed] if missed else ["no limit is missed"]))
 
 
 if __name__ == "__main__":

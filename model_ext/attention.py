@@ -80,7 +80,7 @@ class RootAttention:
             )
         step = self.current_step()
         layout, exchange, node = step.layout, step.exchange, step.node
-        if layout.rows[node] == layout.num_rows:  # nothing to exchange, and nothing to pack
+        if 0 < layout.num_rows == layout.rows[node]:  # nothing to exchange, and nothing to pack
             return attend(self.layer, q, k, v, step.batch)
         qkv = pack(q, k, v)
         out = step.buffers.of_step("outputs", output_size(self.layer), qkv.dtype)

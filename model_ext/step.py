@@ -10,7 +10,8 @@
 
 Timeline of one layer (root | owner). Nobody waits for anything but the arrows:
 
-    QKV of all rows             | (receive of this layer's rows was posted a layer ago)
+    QKV of all rows             | (receive of these rows: posted a layer ago, or on entering the
+                                |  block, while the root takes over its rows)
     post receives of outputs    |
     send owners their rows  --> | rows arrive
     attend own rows             | attend own rows

@@ -150,7 +150,8 @@ def watch_device() -> None:
     stage = current_stage()
     if stage.device.type == "cpu":
         return
-    watch = StepWatch(TknpConfig.from_env().exchange_timeout, end_this_rank)
+    limit, first = TknpConfig.from_env().exchange_timeout, START_TIMEOUT.total_seconds()
+    watch = StepWatch(limit, end_this_rank, first_limit=max(limit, first))
     device = torch.get_device_module(stage.device)
 
     def begun() -> None:

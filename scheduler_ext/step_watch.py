@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 POLLS_PER_LIMIT = 20
+# Kernels are compiled and connections opened in the first steps, while peers already wait.
+FIRST_STEPS = 16
 
 
 @dataclass(slots=True)
 class _Step:
     what: str
     since: float
+    limit: float
     event: Any = None  # with query(): whether the device has passed it; None: not all enqueued
 
 
@@ -31,8 +34,13 @@ class StepWatch:
         limit: float,
         on_stuck: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        first_limit: float | None = None,
     ) -> None:
+        """`first_limit`: seconds that each of the first steps may take; by default as all."""
         self.limit, self.on_stuck, self.clock = limit, on_stuck, clock
+        self.first_limit = first_limit or limit
+        self.num_begun = 0
         self._steps: deque[_Step] = deque()  # oldest first: the device keeps their order
 
     def start(self) -> None:
@@ -40,7 +48,9 @@ class StepWatch:
 
     def begun(self, what: str) -> None:
         """The host enters a step."""
-        self._steps.append(_Step(what, self.clock()))
+        limit = self.first_limit if self.num_begun < FIRST_STEPS else self.limit
+        self.num_begun += 1
+        self._steps.append(_Step(what, self.clock(), limit))
 
     def enqueued(self, event: Any) -> None:
         """The host leaves it; `event` is recorded behind the step."""
@@ -53,11 +63,11 @@ class StepWatch:
         except Exception as error:  # a device in an error state ends every query
             self.on_stuck(f"the device failed: {error}")
             return False
-        if not self._steps or self.clock() - self._steps[0].since <= self.limit:
+        if not self._steps or self.clock() - self._steps[0].since <= self._steps[0].limit:
             return True
         self.on_stuck(
-            f"{self._steps[0].what} did not end within --tknp-exchange-timeout={self.limit:g} "
-            "seconds: a peer is gone or stuck; raise it if all are alive and slow"
+            f"{self._steps[0].what} did not end within {self._steps[0].limit:g} seconds: a peer is "
+            f"gone or stuck; raise --tknp-exchange-timeout={self.limit:g} if all are alive and slow"
         )
         return False
 

@@ -90,16 +90,24 @@ def _projection_bytes(
 
 
 def _is_fp8(quantization: Mapping[str, Any]) -> bool:
-    return (
-        quantization.get("quant_method") == "fp8" or quantization.get("format") == "float-quantized"
+    return quantization.get("quant_method") == "fp8" or any(
+        (weights.get("type"), weights.get("num_bits")) == ("float", 8)
+        for weights in _compressed_weights(quantization)
     )
+
+
+def _compressed_weights(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """How compressed-tensors stores the weights of each of its groups."""
+    groups = (quantization.get("config_groups") or {}).values()
+    return [group.get("weights") or {} for group in groups]
 
 
 def _num_scales(quantization: Mapping[str, Any], rows: int, columns: int) -> int:
     block = quantization.get("weight_block_size")
-    groups = (quantization.get("config_groups") or {}).values()
-    if any(group["weights"].get("strategy") == "channel" for group in groups):
-        return rows
+    for weights in _compressed_weights(quantization):
+        if weights.get("strategy") == "channel":
+            return rows
+        block = block or weights.get("block_structure")
     scales = -(-rows // block[0]) * -(-columns // block[1]) if block else 1
     return scales + (quantization.get("activation_scheme") == "static")
 

@@ -265,7 +265,8 @@ class Exchange:
             self.transport.post(sends, receives)
         except RuntimeError as error:
             # A transport may start either first; what has no handle was not, or not quite, begun.
-            failed = next(t for t in receives + sends if t.work is None)
+            batch = receives + sends
+            failed = next((t for t in batch if t.work is None), batch[0])
             raise self._failure(failed, error) from error
         for t in sends:
             if t.kind in self.stats:

@@ -40,24 +40,24 @@ def product(
         plain = block_quant_dequant(weight, scale, block, x.dtype)
     else:
         if scale.numel() != weight.shape[0]:
-            # Of matrices that are fused in the checkpoint already, the first scale is for all.
-            scale = scale.where(scale != NOT_LOADED, scale.flatten()[0])
             scale = convert_to_channelwise(scale, widths)
         plain = (weight.float() * scale.view(-1, 1)).to(x.dtype)
     return torch.nn.functional.linear(x, plain, bias)
 
 
 def check_loaded(scale: torch.Tensor) -> None:
-    """Raise ValueError if the checkpoint had no scale for a layer that its configuration quantises.
+    """Raise ValueError if the checkpoint lacks a scale of a layer that its configuration quantises.
 
-    SGLang's loader skips what fits no parameter, and the layer would compute infinities.
+    SGLang's loader skips what fits no parameter, and the layer would compute garbage. One missing
+    scale of several is refused too: it can be a part of a fused layer that is not quantised.
     """
-    if scale.flatten()[0] == NOT_LOADED:
+    if (scale == NOT_LOADED).any():
         raise ValueError(
-            "SGLang found no weight scale for a layer that the checkpoint's quantization_config "
-            "quantises: SGLang 0.5.23 loads no block scales for Llama, and does not see that "
-            'compressed-tensors ignores the parts of a fused layer (write "ignore" as a regex, '
-            '"re:model.layers.0..*")'
+            "SGLang found no weight scale for a layer, or for a part of a fused one, that the "
+            "checkpoint's quantization_config quantises: SGLang 0.5.23 loads no block scales for "
+            "Llama and what derives from it, one scale for matrices that the checkpoint itself "
+            "fuses, and does not see that compressed-tensors ignores the parts of a fused layer "
+            '(write "ignore" as a regex, "re:model.layers.0..*")'
         )
 
 
@@ -116,10 +116,12 @@ class CpuCompressedTensorsConfig(CompressedTensorsConfig):
         if scheme is None:
             return None
         weights, inputs = scheme["weights"], scheme["input_activations"]
-        if (weights.type, weights.num_bits, weights.symmetric) != ("float", 8, True):
+        kind = (weights.type, weights.num_bits, weights.symmetric)
+        if kind != ("float", 8, True) or weights.strategy not in ("tensor", "channel"):
             raise ValueError(
-                f"{layer_name} has {weights.num_bits}-bit {weights.type} weights: of compressed-"
-                "tensors, sglang-tknp's CPU platform serves symmetric FP8 only; use a GPU"
+                f"{layer_name} has {weights.num_bits}-bit {weights.type} weights by "
+                f"{weights.strategy}: of compressed-tensors, sglang-tknp's CPU platform serves "
+                "symmetric FP8 by tensor or channel only; use a GPU"
             )
         static = inputs is not None and not inputs.dynamic
         return CpuCompressedFp8(weight_quant=weights, is_static_input_scheme=static)

@@ -139,9 +139,7 @@ def check_exact_bytes(server: Server, model: Any, nodes: int, ranks: int, slots:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    q = config.num_attention_heads // ranks * head_dim
-    kv = config.num_key_value_heads // ranks * head_dim
+    q, kv = row_sizes(config, ranks)
     blocks = server.get_json("/server_info")["internal_states"][0]["tknp"]["layer_blocks"]
     for owner in range(nodes):
         before = traffic(server)
@@ -163,17 +161,22 @@ def check_exact_bytes(server: Server, model: Any, nodes: int, ranks: int, slots:
         assert sent[owner]["gather"] == 4 * q * own
         handoffs = (nodes - 1) * 2 * 4 * config.hidden_size // ranks * rows
         assert sum(node["handoff"] for node in sent) == handoffs
-        # Ids and positions to the first root only, positions on with each handoff; then the
-        # rounds of logits in each chunk of the prompt.
         for node, kinds in enumerate(sent):
-            assert kinds["metadata"] == metadata_bytes(
-                node,
-                owner,
-                nodes,
-                own_rows=prefill * (node == owner) + decode * (slots or node == owner),
-                all_rows=rows,
-                prompt_steps=kinds["steps"] - decode,
-            )
+            # Ids and positions to the first root only, positions on with each handoff; then the
+            # rounds of logits in each chunk of the prompt.
+            own_rows = prefill * (node == owner) + decode * (slots or node == owner)
+            counts = {"own_rows": own_rows, "all_rows": rows}
+            counts["prompt_steps"] = kinds["steps"] - decode
+            assert kinds["metadata"] == metadata_bytes(node, owner, nodes, **counts)
+
+
+def row_sizes(config: Any, ranks: int) -> tuple[int, int]:
+    """Elements of Q, and of K or V, of one row on one TP rank."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return (
+        config.num_attention_heads // ranks * head_dim,
+        config.num_key_value_heads // ranks * head_dim,
+    )
 
 
 def check_slots(server: Server, expected: list[list[int]], nodes: int) -> None:

@@ -67,8 +67,19 @@ TINY = {
 }
 TINY_LAYER = 2 * 64 * 64 + 2 * 16 * 64 + 3 * 64 * 160  # Q and O, K and V, MLP
 TINY_NORMS = 2 * 64 * 2
-COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
-CHANNELS = {"group_0": {"weights": {"strategy": "channel"}}}
+
+
+def compressed(**weights: object) -> dict[str, object]:
+    """compressed-tensors in FP8; its format has had several names."""
+    group = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, **weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "naive-quantized",
+        "config_groups": {"group_0": group},
+    }
+
+
+COMPRESSED = compressed(strategy="tensor")
 
 
 @pytest.mark.parametrize(
@@ -88,8 +99,10 @@ CHANNELS = {"group_0": {"weights": {"strategy": "channel"}}}
         ({**COMPRESSED, "ignore": [r"re:.*\.mlp\..*"]}, TINY_LAYER + 30720 + 4 * 4),
         ({**COMPRESSED, "ignore": ["re:.*lm_head"]}, TINY_LAYER + 7 * 4),
         # A scale for each output channel of Q and O, K and V, the MLP's first two and its last.
-        ({**COMPRESSED, "config_groups": CHANNELS}, TINY_LAYER + (2 * 64 + 2 * 16 + 320 + 64) * 4),
+        (compressed(strategy="channel"), TINY_LAYER + (2 * 64 + 2 * 16 + 320 + 64) * 4),
+        (compressed(strategy="block", block_structure=[128, 128]), TINY_LAYER + (4 + 6) * 4),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, 2 * TINY_LAYER),
+        (compressed(type="int", strategy="channel"), 2 * TINY_LAYER),
     ],
 )
 def test_quantisations(quantization: dict[str, object], layer: int) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sglang_tknp.scheduler_ext.step_watch import StepWatch
+from sglang_tknp.scheduler_ext.step_watch import FIRST_STEPS, StepWatch
 
 
 @dataclass
@@ -43,8 +43,8 @@ def test_a_step_that_does_not_end_is_named_once_its_time_is_over() -> None:
     world.now = 10.1
     assert not watch.look()
     assert world.reasons == [
-        "step 7 did not end within --tknp-exchange-timeout=10 seconds: a peer is gone or stuck; "
-        "raise it if all are alive and slow"
+        "step 7 did not end within 10 seconds: a peer is gone or stuck; raise "
+        "--tknp-exchange-timeout=10 if all are alive and slow"
     ]
 
 
@@ -77,6 +77,23 @@ def test_a_host_that_does_not_come_back_from_a_step_is_noticed() -> None:
     assert watch.look()
     world.now = 20.1
     assert not watch.look() and world.reasons[0].startswith("step 2 ")
+
+
+def test_the_first_steps_may_take_longer() -> None:
+    """An owner compiles its kernels in its first prefill, and its peers wait for it."""
+    world = World()
+    watch = StepWatch(10.0, world.reasons.append, clock=lambda: world.now, first_limit=100.0)
+    for index in range(FIRST_STEPS):
+        event = Event()
+        watch.begun(f"step {index}")
+        watch.enqueued(event)
+        world.now += 99.0
+        assert watch.look()
+        event.done = True
+        assert watch.look()
+    watch.begun("a later step")
+    world.now += 10.1
+    assert not watch.look() and world.reasons[0].startswith("a later step did not end within 10 ")
 
 
 def test_a_device_that_cannot_be_asked_is_a_reason() -> None:

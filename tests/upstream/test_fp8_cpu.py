@@ -32,14 +32,6 @@ def test_scales_of_fused_matrices(fp8_cpu: Any, dtype: torch.dtype) -> None:
     assert torch.equal(found, torch.nn.functional.linear(x, plain, bias))
 
 
-def test_a_matrix_that_the_checkpoint_fused_has_one_scale(fp8_cpu: Any) -> None:
-    """As Phi-3's: SGLang loads the first of the three scales, and leaves the others as made."""
-    weight, x = stored(6, 4), torch.randn(2, 4)
-    scale = torch.tensor([0.5, fp8_cpu.NOT_LOADED, fp8_cpu.NOT_LOADED])
-    found = fp8_cpu.product(x, weight, scale, [2, 2, 2], None, None)
-    assert torch.equal(found, x @ (weight.float() * 0.5).T)
-
-
 def test_one_scale_of_a_matrix_quantised_on_load(fp8_cpu: Any) -> None:
     weight, x = stored(6, 4), torch.randn(2, 4)
     found = fp8_cpu.product(x, weight, torch.tensor(0.25), [2, 4], None, None)
@@ -54,9 +46,13 @@ def test_blocks_that_do_not_fill_the_matrix(fp8_cpu: Any) -> None:
 
 
 def test_a_scale_that_was_not_loaded_is_refused(fp8_cpu: Any) -> None:
-    fp8_cpu.check_loaded(torch.tensor([0.5, fp8_cpu.NOT_LOADED]))
-    with pytest.raises(ValueError, match="SGLang found no weight scale for a layer"):
-        fp8_cpu.check_loaded(torch.full((4, 1), fp8_cpu.NOT_LOADED))
+    """Of any part: the K of a fused layer may be left out, and its plain weights loaded as FP8."""
+    fp8_cpu.check_loaded(torch.tensor([0.5, 0.25]))
+    none = torch.full((4, 1), fp8_cpu.NOT_LOADED)
+    one = torch.tensor([0.5, fp8_cpu.NOT_LOADED, 0.25])
+    for scale in (none, one, one.view(3, 1), torch.stack([one, one])):
+        with pytest.raises(ValueError, match="SGLang found no weight scale for a layer"):
+            fp8_cpu.check_loaded(scale)
 
 
 def test_other_compressed_tensors_are_refused(fp8_cpu: Any) -> None:
@@ -65,7 +61,7 @@ def test_other_compressed_tensors_are_refused(fp8_cpu: Any) -> None:
     config = fp8_cpu.CpuCompressedTensorsConfig.from_config(
         {"format": "int-quantized", "config_groups": {"group_0": group}}
     )
-    message = "model.layers.0.o_proj has 8-bit int weights: of compressed-tensors"
+    message = "model.layers.0.o_proj has 8-bit int weights by channel: of compressed-tensors"
     with pytest.raises(ValueError, match=re.escape(message)):
         config.get_linear_scheme(torch.nn.Linear(2, 2), "model.layers.0.o_proj")
 
