@@ -84,9 +84,9 @@ def test_a_capture_that_fails_stops_the_pool(checkpoint: Any, tmp_path: Path) ->
         assert server.process.wait(120) != 0
         assert gone_after(server, 10), server.tail()
         pattern = (
-            r"^sglang-tknp: rank 1 .* stops: .*: Capture cuda graph failed: the device ran out of"
+            r"sglang-tknp: rank 1 .* stops: .*: Capture cuda graph failed: the device ran out of"
         )
-        assert re.search(pattern, server.log.read_text(), re.M), server.tail()
+        assert re.search(pattern, server.log.read_text()), server.tail()  # behind a progress bar
     finally:
         server.stop()
 
