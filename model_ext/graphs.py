@@ -25,6 +25,7 @@ from sglang_tknp.config import TknpConfig
 from sglang_tknp.layout import OwnershipLayout
 from sglang_tknp.model_ext.buffers import FixedStorage, StepBuffers
 from sglang_tknp.model_ext.stage import current_stage
+from sglang_tknp.scheduler_ext import guard
 from sglang_tknp.slots import SlotTable
 from sglang_tknp.transport import Traffic
 
@@ -146,7 +147,7 @@ class EagerReplay(BaseCudaGraphBackend):
         self.steps: dict[Any, Any] = {}
 
     def capture_session(self, stream: Any) -> Any:
-        raise NotImplementedError("there is no stream to capture")
+        return contextlib.nullcontext()
 
     def capture_one(
         self,
@@ -195,11 +196,12 @@ class EagerSlotRunner(SlotRunner):
 def around_capture_cuda_graphs(original: Any, *, model_runner: Any, **kwargs: Any) -> Any:
     """Target: cuda_graph_setup.capture_cuda_graphs, on every rank."""
     model_runner._decode_cuda_graph_runner_cls = lambda: SlotRunner
-    captured = original(model_runner=model_runner, **kwargs)
-    if not TknpConfig.from_env().force_slots:
-        return captured
-    compat.prepare_slots_without_graphs(model_runner)
-    return compat.with_decode_runner(captured, EagerSlotRunner(model_runner))
+    with guard.start_limit("the capture of decode steps"):
+        captured = original(model_runner=model_runner, **kwargs)
+        if not slots_forced():
+            return captured
+        compat.prepare_slots_without_graphs(model_runner)
+        return compat.with_decode_runner(captured, EagerSlotRunner(model_runner))
 
 
 def around_is_cpu_graph(original: Any, mode: Any) -> bool:

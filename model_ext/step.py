@@ -39,6 +39,7 @@ from sglang_tknp.model_ext.attention import RootAttention, attend_for_root
 from sglang_tknp.model_ext.buffers import StepBuffers
 from sglang_tknp.model_ext.logits import Logits
 from sglang_tknp.model_ext.stage import Stage
+from sglang_tknp.scheduler_ext import guard
 from sglang_tknp.slots import SlotTable
 from sglang_tknp.transport import GlooTransport, Transport
 
@@ -194,7 +195,10 @@ def install_step(stage: Stage) -> None:
         tp_size=stage.topology.tp_size,
         cpu_group=stage.peers.cpu_group,
     )
-    exchange.warm_up()
+    with guard.start_limit("the first messages between nodes"):
+        exchange.warm_up()
+        if stage.device.type != "cpu":
+            torch.get_device_module(stage.device).synchronize()
     step = Step(stage, exchange)
     for layer in stage.placement.block(stage.node):
         module = stage.attention[layer]

@@ -167,6 +167,13 @@ def watch_device() -> None:
     watch.start()
 
 
+def start_limit(what: str) -> contextlib.AbstractContextManager[None]:
+    """For what ranks do together before they serve, which on a device has no limit of its own."""
+    from sglang_tknp.scheduler_ext.step_watch import time_limit
+
+    return time_limit(START_TIMEOUT.total_seconds(), what, end_this_rank)
+
+
 def end_this_rank(reason: str) -> None:
     """From a thread, at once: the main thread may be stuck in the device's driver."""
     say(f"{describe_rank(compat.parallel().tp_rank)} stops: {reason}")

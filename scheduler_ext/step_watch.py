@@ -9,13 +9,27 @@ yet.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 POLLS_PER_LIMIT = 20
 # Kernels are compiled and connections opened in the first steps, while peers already wait.
 FIRST_STEPS = 16
+
+
+@contextmanager
+def time_limit(seconds: float, what: str, on_stuck: Callable[[str], None]) -> Iterator[None]:
+    """Calls `on_stuck(reason)` from a thread if the block is still in progress after `seconds`."""
+    reason = f"{what} did not end within {seconds:g} seconds: a peer is gone or stuck"
+    timer = threading.Timer(seconds, on_stuck, (reason,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @dataclass(slots=True)

@@ -1,10 +1,12 @@
 """Proves that a step which the device never ends is noticed in time, and a slow queue is not."""
 
+import threading
+import time
 from dataclasses import dataclass, field
 
 import pytest
 
-from sglang_tknp.scheduler_ext.step_watch import FIRST_STEPS, StepWatch
+from sglang_tknp.scheduler_ext.step_watch import FIRST_STEPS, StepWatch, time_limit
 
 
 @dataclass
@@ -117,3 +119,21 @@ def test_the_thread_ends_once_it_has_spoken() -> None:
     watch.enqueued(Event())
     watch._run()
     assert len(world.reasons) == 1
+
+
+@pytest.mark.timeout(10)
+def test_a_block_that_does_not_end_is_named_and_one_that_ends_is_not() -> None:
+    reasons: list[str] = []
+    stuck = threading.Event()
+
+    def on_stuck(reason: str) -> None:
+        reasons.append(reason)
+        stuck.set()
+
+    with time_limit(0.05, "the capture", on_stuck):
+        assert stuck.wait(5)
+    assert reasons == ["the capture did not end within 0.05 seconds: a peer is gone or stuck"]
+    with time_limit(0.05, "a quick one", on_stuck):
+        pass
+    time.sleep(0.1)
+    assert len(reasons) == 1

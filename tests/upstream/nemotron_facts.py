@@ -11,24 +11,13 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
 from sglang_tknp.estimate import estimate_model_bytes
 from sglang_tknp.model_ext.nemotron import NemotronLayerNorm, NemotronModel
+from sglang_tknp.shapes import shape
 from tests.tiny import random_prompts
 from tests.upstream.nemotron_stages import Stages, build, place, publish
 from tests.upstream.process import MARK
 
 ONE_STAGE, STAGES = (5,), ((2, 3), (1, 3, 1))
 PROMPT, DECODED = 40, 6
-NEMOTRON_4_340B: dict[str, Any] = {
-    "hidden_size": 18432,
-    "intermediate_size": 73728,
-    "num_hidden_layers": 96,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 192,
-    "vocab_size": 256000,
-    "partial_rotary_factor": 0.5,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
 
 
 def report(folder: Path) -> None:
@@ -116,7 +105,7 @@ def fp8_projections(folder: Path) -> list[str]:
 
 def largest() -> dict[str, Any]:
     """Nemotron-4 340B on the meta device, bfloat16: bytes built and bytes estimated."""
-    config = NemotronConfig(**NEMOTRON_4_340B)
+    config = NemotronConfig(**shape("nemotron-4-340b"))
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):
         model = build(config)
