@@ -5,7 +5,7 @@ import itertools
 import math
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sglang_tknp.config import DEFAULT_MAX_OVERTAKES
 from sglang_tknp.scheduler_ext.policy import Policy, Request
@@ -94,7 +94,7 @@ class WaitingQueue:
         if self._lets_nobody_pass(request):
             opened = self._lines if request.only_owner is None else (request.only_owner, None)
             self._stale.update(opened)
-            line.closer = next((r for r in line.window() if self._lets_nobody_pass(r)), None)
+            line.closer = next((r for r in line.window() if self._closed_by(r)), None)
 
     def get(self, rid: str) -> Request | None:
         return self._by_rid.get(rid)
@@ -196,11 +196,15 @@ class WaitingQueue:
         return request.overtaken >= self.max_overtakes
 
     def _close_if_overtaken(self, request: Request, closed: set[int]) -> None:
-        if self._lets_nobody_pass(request):
-            closed.update(self.policy.could_take(request))
-            line = self._lines[request.only_owner]
-            if line.closer is None or _place(request) < _place(line.closer):
-                line.closer = request
+        owners = self._closed_by(request)
+        closed.update(owners)
+        line = self._lines[request.only_owner]
+        if owners and (line.closer is None or _place(request) < _place(line.closer)):
+            line.closer = request
+
+    def _closed_by(self, request: Request) -> Sequence[int]:
+        """The owners that a request keeps from all behind it: none while it could use none."""
+        return self.policy.could_take(request) if self._lets_nobody_pass(request) else ()
 
 
 def _place(request: Request) -> tuple[int, int]:

@@ -68,6 +68,18 @@ def test_who_goes_opens_the_lines_that_it_kept_closed_before_later_ones_go() -> 
     assert take(queue) == [("wide", 2), ("b", 1), ("c", 0)]
 
 
+def test_what_its_owner_can_never_hold_does_not_hide_who_closes_it() -> None:
+    """An owner's capacity can fall below what already waits for it."""
+    queue = queue_of(ledger_of(9, 2, max_requests=SLOTS), 0)
+    for rid, tokens, only in (("large", 3, 1), ("first", 1, 1), ("next", 2, 1), ("last", 1, 1)):
+        queue.add(a_request(rid, tokens, only))
+    assert take(queue) == [("first", 1)], "next keeps its owner from last"
+    queue.add(a_request("other", 9, 0))
+    assert take(queue) == [("other", 0)]
+    queue.add(a_request("any", 1))
+    assert take(queue) == [], "any passes next neither"
+
+
 def test_levels_go_first_then_arrivals() -> None:
     queue = queue_of(ledger_of(100))
     for rid, level in (("a", 5), ("b", -1), ("c", 5), ("d", 0), ("e", -1)):
