@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_tknp import shapes
 from sglang_tknp.launch import dry_run
 from sglang_tknp.launch.dry_run_report import Facts, Report, to_json, to_text, why_nothing_fits
 from sglang_tknp.placement import ModelBytes, place
@@ -185,8 +186,8 @@ def test_an_unknown_model_is_named_with_what_exists(capsys: pytest.CaptureFixtur
     assert dry_run.main(["--model-path", "no/such"]) == 1
     assert capsys.readouterr().err == (
         "sglang-tknp: --model-path=no/such is neither a built-in shape nor a checkpoint on this "
-        "machine (no/such is not there); use llama-3.1-405b, llama-3.1-405b-fp8, nemotron-4-340b, "
-        "or a folder with a config.json\n"
+        f"machine (no/such is not there); use {', '.join(shapes.SHAPES)}, or a folder with a "
+        "config.json\n"
     )
 
 

@@ -1,9 +1,11 @@
 """Proves the bytes of built-in shapes and of FP8 configurations, against sums done by hand."""
 
+from collections.abc import Callable
+
 import pytest
 
 from sglang_tknp import placement, shapes
-from sglang_tknp.estimate import estimate_model_bytes
+from sglang_tknp.estimate import estimate_model_bytes, layer_projections
 
 GIB = 1 << 30
 # Parameters of a layer: attention and MLP.
@@ -16,10 +18,55 @@ PARAMETERS = {
 }
 
 
+# As their model pages give them, in billions.
+PUBLISHED = {
+    "llama-3.1-8b": 8.030,
+    "llama-3.1-70b": 70.554,
+    "qwen2.5-7b": 7.616,
+    "qwen2.5-14b": 14.770,
+    "qwen2.5-32b": 32.764,
+    "qwen2.5-72b": 72.706,
+    "qwen3-8b": 8.191,
+    "qwen3-14b": 14.768,
+    "qwen3-32b": 32.762,
+    "mistral-7b": 7.248,
+    "mistral-nemo-12b": 12.248,
+    "mistral-small-24b": 23.572,
+    "mistral-large-123b": 122.610,
+}
+
+
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_shape_has_the_parameters_of_its_model(name: str) -> None:
     found = estimate_model_bytes(shapes.shape(name), 2)
     assert found.one_copy == 2 * PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shape_has_the_published_parameters(name: str) -> None:
+    found = estimate_model_bytes(shapes.shape(name), 2)
+    assert found.one_copy / 2e9 == pytest.approx(PUBLISHED[name], abs=0.0006)
+    assert not found.tied and found.head == found.embedding
+
+
+def test_every_shape_is_compared_with_a_published_size() -> None:
+    plain = {name.removesuffix("-fp8") for name in shapes.SHAPES}
+    assert plain == {*PUBLISHED, *PARAMETERS}
+
+
+def test_shapes_in_fp8_follow_metas_recipe() -> None:
+    """Nemotron's 397.3 GiB is what the recipe would give; its paper does not say what was kept."""
+    llama = 2 * 70_553_706_496 - 78 * (3 * 8192 * 28672 - 3 * 4)  # a byte less a weight, scales
+    for name, gib in (("llama-3.1-70b-fp8", llama / GIB), ("nemotron-4-340b-fp8", 397.3)):
+        config = shapes.shape(name)
+        found = estimate_model_bytes(config, 2)
+        assert found.one_copy / GIB == pytest.approx(gib, rel=1e-3)
+        bits = [
+            {p.name.split(".")[0]: p.weight_bits for p in layer_projections(config, layer, 2)}
+            for layer in range(config["num_hidden_layers"])
+        ]
+        assert bits[0] == bits[-1] == {"self_attn": 16, "mlp": 16}
+        assert bits[1:-1] == [{"self_attn": 16, "mlp": 8}] * (len(bits) - 2)
 
 
 def test_nemotron_is_ungated_and_its_norms_have_biases() -> None:
@@ -67,6 +114,7 @@ TINY = {
 }
 TINY_LAYER = 2 * 64 * 64 + 2 * 16 * 64 + 3 * 64 * 160  # Q and O, K and V, MLP
 TINY_NORMS = 2 * 64 * 2
+QWEN2, QWEN3 = {"model_type": "qwen2"}, {"model_type": "qwen3"}
 
 
 def compressed(**weights: object) -> dict[str, object]:
@@ -118,10 +166,64 @@ def test_biases_count_in_the_models_dtype() -> None:
     assert mlp - plain == 2 * (160 + 160 + 64)
 
 
-def test_a_configuration_without_sizes_is_refused() -> None:
+def test_qwen2_has_biases_in_q_k_and_v_that_its_configuration_does_not_name() -> None:
+    plain, qwen2 = (estimate_model_bytes({**TINY, **kind}, 2) for kind in ({}, QWEN2))
+    assert [b - a for a, b in zip(plain.layers, qwen2.layers, strict=True)] == [2 * 96, 2 * 96]
+    pairs = zip(
+        layer_projections(TINY, 0, 2), layer_projections({**TINY, **QWEN2}, 0, 2), strict=True
+    )
+    extra = {a.name: b.stored_bytes - a.stored_bytes for a, b in pairs}
+    assert {name: size for name, size in extra.items() if size} == {
+        "self_attn.q_proj": 2 * 64,
+        "self_attn.k_proj": 2 * 16,
+        "self_attn.v_proj": 2 * 16,
+    }
+
+
+def test_qwen3_normalises_each_head_of_q_and_k() -> None:
+    plain, qwen3 = (estimate_model_bytes({**TINY, **kind}, 2) for kind in ({}, QWEN3))
+    assert [b - a for a, b in zip(plain.layers, qwen3.layers, strict=True)] == [2 * 16, 2 * 16]
+    wide = {**TINY, "head_dim": 32}
+    plain, qwen3 = (estimate_model_bytes({**wide, **kind}, 2) for kind in ({}, QWEN3))
+    assert qwen3.layers[0] - plain.layers[0] == 2 * 2 * 32
+
+
+def test_the_projections_of_a_layer_are_its_matrices() -> None:
+    parts = layer_projections({**TINY, "attention_bias": True}, 1, 2)
+    assert [(p.name, p.rows, p.columns) for p in parts] == [
+        ("self_attn.q_proj", 64, 64),
+        ("self_attn.k_proj", 16, 64),
+        ("self_attn.v_proj", 16, 64),
+        ("self_attn.o_proj", 64, 64),
+        ("mlp.gate_proj", 160, 64),
+        ("mlp.up_proj", 160, 64),
+        ("mlp.down_proj", 64, 160),
+    ]
+    assert [p.stored_bytes for p in parts] == [8320, 2080, 2080, 8320, 20480, 20480, 20480]
+    assert {p.weight_bits for p in parts} == {16}
+
+
+def test_the_projections_of_a_mixed_layer_say_which_are_in_fp8() -> None:
+    config = shapes.shape("llama-3.1-405b-fp8")
+    ends, inner = layer_projections(config, 0, 2), layer_projections(config, 1, 2)
+    assert {p.weight_bits for p in ends} == {16}
+    in_fp8 = {p.name: p.stored_bytes for p in inner if p.weight_bits == 8}
+    assert in_fp8 == dict.fromkeys(
+        ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), 16384 * 53248 + 4
+    )
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_a_layer_that_is_not_there_is_refused(layer: int) -> None:
+    with pytest.raises(ValueError, match=f"has no layer {layer}, only 2"):
+        layer_projections(TINY, layer, 2)
+
+
+@pytest.mark.parametrize("read", [estimate_model_bytes, lambda c, b: layer_projections(c, 0, b)])
+def test_a_configuration_without_sizes_is_refused(read: Callable[..., object]) -> None:
     config = {**TINY, "hidden_size": None, "vocab_size": 0}
     with pytest.raises(ValueError, match="names no hidden_size, vocab_size, so its weights cannot"):
-        estimate_model_bytes(config, 2)
+        read(config, 2)
 
 
 def test_a_shape_is_a_copy() -> None:

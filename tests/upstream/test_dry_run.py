@@ -256,13 +256,13 @@ def test_a_tied_head_padding_and_repeated_kv_heads(plans: Any) -> None:
 def test_dtypes_of_weights_and_kv(plans: Any) -> None:
     plan = plans("qwen3")[2]
     # A head_dim of 16, two norms of 16 on queries and keys, 4 bytes each.
-    layer = 4 * (64 * 16 * (2 * 8 + 2 * 2) + 3 * 64 * 128 + 2 * 64)
+    layer = 4 * (64 * 16 * (2 * 8 + 2 * 2) + 3 * 64 * 128 + 2 * 64 + 2 * 16)
     assert [node["placed_bytes"] for node in plan["nodes"]] == [
         2 * layer + 4 * 512 * 64,
         2 * layer + 4 * 512 * 64 + 4 * 64,
     ]
     for node in plan["nodes"]:
-        assert node["one_copy_bytes"] - node["placed_bytes"] == 2 * 2 * 16 * 4
+        assert node["one_copy_bytes"] == node["placed_bytes"]
     assert plan["rank_kv_token_bytes"] == 4 * 2 * 16 * 2
     assert plan["traffic"]["qkv"][0] == 4 * (2 + 1 + 1) * 16 * 4
 
