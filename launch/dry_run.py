@@ -14,7 +14,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,13 @@ from sglang_tknp import compat, shapes
 from sglang_tknp.checkpoint import stored_dtypes
 from sglang_tknp.config import TknpConfig
 from sglang_tknp.launch.dry_run_report import Facts, Report, to_json, to_text, why_nothing_fits
+from sglang_tknp.launch.model_source import Model, find_model, quantize
 from sglang_tknp.pool_plan import Memory, PoolPlan, plan_pool
 
 # The paper's budget of weights and KV: 454 + 106 of 640 GiB on a node (section 3.2).
 DEFAULT_MEM_FRACTION = 0.875
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_BYTES = {"bf16": 2, "bfloat16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # "auto": the model's
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """What `--model-path` names."""
-
-    name: str
-    config: dict[str, Any]  # the fields of its config.json
-    folder: Path | None  # of its checkpoint; None for a built-in shape
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -91,44 +82,6 @@ def check_args(args: argparse.Namespace) -> None:
             f"there are {len(args.nodes)}; use for example "
             f"--nodes {len(args.tknp_layer_blocks.split(','))}"
         )
-
-
-def find_model(text: str) -> Model:
-    """Read what `--model-path` names; ValueError if it is not on this machine."""
-    if text in shapes.SHAPES:
-        return Model(name=text, config=shapes.shape(text), folder=None)
-    path = Path(text)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(
-            f"--model-path={text} is neither a built-in shape nor a checkpoint on this machine "
-            f"({file} is not there); use {', '.join(shapes.SHAPES)}, or a folder with a config.json"
-        )
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"--model-path={text}: {file} is not JSON ({error})") from error
-    if not isinstance(config, dict) or "architectures" not in config:
-        raise ValueError(
-            f"--model-path={text}: {file} names no architectures, so SGLang cannot choose a "
-            "model; use the config.json of a checkpoint"
-        )
-    return Model(name=file.parent.name, config=config, folder=file.parent)
-
-
-def quantize(model: Model, quantization: str | None) -> Model:
-    """The model as a checkpoint in FP8 would have it; ValueError if it is quantised already.
-
-    No such checkpoint is there to read: a folder's own tensors are the unquantised ones.
-    """
-    if quantization is None:
-        return model
-    if found := model.config.get("quantization_config"):
-        raise ValueError(
-            f"--quantization={quantization}: {model.name} is quantised already "
-            f"({found.get('quant_method')}); leave the flag out"
-        )
-    return Model(name=model.name, config=shapes.with_fp8(model.config), folder=None)
 
 
 @contextlib.contextmanager

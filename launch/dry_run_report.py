@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 
 from sglang_tknp.placement import human, tied_note
 from sglang_tknp.pool_plan import GIB, PoolPlan
+from sglang_tknp.tables import table
 from sglang_tknp.traffic import StepTraffic
 
 
@@ -146,12 +147,7 @@ def _node_table(plan: PoolPlan) -> list[str]:
                 ", ".join(n.endpoints),
             ]
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
-    lines = [
-        "  "
-        + "  ".join([*(c.rjust(w) for c, w in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in rows
-    ]
+    lines = [f"  {line}" for line in table(rows, left=(len(header) - 1,))]
     if plan.tied_copy_bytes:
         lines.append(f"  tied       {tied_note(plan.tied_copy_bytes, plan.held_bytes)}")
     return lines

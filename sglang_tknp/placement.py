@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from sglang_tknp.tables import table
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelBytes:
@@ -164,11 +166,7 @@ def format_table(
     ):
         row = [str(node), f"{start}-{end - 1}", human(size), f"{size / model.one_copy:.1%}"]
         rows.append(row + ([f"{kv_tokens[node]}"] if kv_tokens else []))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
+    lines = table(rows)
     if model.tied:
         lines.append(tied_note(model.embedding, model.one_copy))
     return "\n".join(lines)

@@ -22,6 +22,7 @@ PURE = (
     "traffic",
     "pool_plan",
     "shapes",
+    "tables",
     "estimate",
     "checkpoint",
     "config",
