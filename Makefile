@@ -7,15 +7,16 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve demo test test-fast lint bench clean
+.PHONY: help venv serve demo test test-fast lint bench validate clean
 
 help:
 	@echo "make serve      a real model on a pool of $(NODES) CPU nodes, until Ctrl-C (PORT=, NODES=)"
 	@echo "make demo       the same, stopped after one answer"
 	@echo "make test       every test that needs no GPU (PYTEST_ARGS=)"
-	@echo "make test-fast  the unit tests only, half a minute"
+	@echo "make test-fast  the unit tests only, a minute"
 	@echo "make lint       ruff and mypy"
-	@echo "make bench      exchange, idle pool, controller, decode step; json in bench/results"
+	@echo "make validate   the planner's numbers beside the paper's, some seconds"
+	@echo "make bench      planner, exchange, idle pool, controller, decode step; json in bench/results"
 	@echo "make venv       the environment in VENV=$(VENV): sglang, 11 GB, some minutes at first"
 	@echo "make clean      removes caches and build leftovers; keeps the environment"
 
@@ -45,11 +46,16 @@ lint: venv
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy sglang_tknp scheduler_ext model_ext launch
 
+validate: venv
+	$(VENV)/bin/sglang-tknp validate
+
 bench: venv
+	$(PYTHON) bench/planner.py
 	$(PYTHON) bench/exchange.py
 	$(PYTHON) bench/idle.py
 	$(PYTHON) bench/controller.py
 	$(PYTHON) bench/step.py
+	$(PYTHON) bench/hardware.py
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
