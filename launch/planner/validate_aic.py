@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
-from sglang_tknp.launch.model_source import find_model
+from sglang_tknp.launch.model_source import find_model, quantize
 from sglang_tknp.launch.planner.costs import Costs
 from sglang_tknp.launch.planner.hardware import Hardware, load
 from sglang_tknp.launch.planner.model import planned
@@ -21,7 +21,7 @@ from sglang_tknp.launch.planner.paper_pools import attention_seconds
 PACKAGE, MODULE, VERSION = "aiconfigurator-core", "aiconfigurator_core", "0.12.0"
 INSTALL = f'pip install "sglang-tknp[validate]" (or pip install --no-deps {PACKAGE}=={VERSION})'
 TOLERANCE = 0.10  # mean absolute error, relative
-MODEL = "llama-3.1-70b-fp8"
+MODEL = "llama-3.1-70b"  # with all projections in FP8, as engines quantise it on load
 WANTED = {
     "backend": "vllm",
     "model_path": "meta-llama/Llama-3.1-70B",
@@ -58,7 +58,8 @@ def compare(hardware: Hardware | None = None, table: Path | None = None) -> list
         ValueError: it is another version, or its table lacks the rows.
     """
     table = table or _installed_table()
-    costs = Costs(planned(find_model(MODEL)), hardware or load("h100-sxm"))
+    model = planned(quantize(find_model(MODEL), "fp8"))
+    costs = Costs(model, hardware or load("h100-sxm"))
     with table.open(newline="") as stream:
         rows = [_row(row, costs) for row in csv.DictReader(stream) if _wanted(row)]
     if not rows:
