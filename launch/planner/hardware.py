@@ -47,6 +47,7 @@ CONSTANTS: Mapping[str, tuple[str, float, str]] = {
     "message_latency": ("us", 1e-6, "of one message between nodes: handoffs, pipeline hops"),
     "message_bandwidth": ("GB/s", 1e9, "of one rank's messages between nodes"),
     "step_overhead": ("us", 1e-6, "of one step: scheduler, sampling, launch"),
+    "row_overhead": ("us", 1e-6, "of one step, for every row: sampling, detokenising, streaming"),
 }
 
 

@@ -9,6 +9,8 @@ from sglang_tknp.launch.planner.layouts import Layout, Line, Rows, Setting, Term
 from sglang_tknp.placement import place
 
 LSE_BYTES = 4  # float32
+# SGLang 0.5.23 builds the head of these on all pipeline stages, though only the last one uses it.
+HEAD_ON_EVERY_STAGE = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
 class Dp(Layout):
@@ -169,12 +171,15 @@ class Pp(Layout):
         """Layers as evenly as they go, as SGLang splits them: not balanced by bytes."""
         base, more = divmod(self.num_layers, self.stages)
         blocks = [base + (stage < more) for stage in range(self.stages)]
-        placement = place(self.model.sizes, blocks)
+        *early, last = place(self.model.sizes, blocks).node_bytes
+        if self.model.architecture in HEAD_ON_EVERY_STAGE:
+            early = [held + self.model.sizes.head for held in early]
+        weights = (*early, last)
         room = min(
             self.tokens_in(self.setting.sharded_memory - held, self.tp_size) * self.num_layers // n
-            for held, n in zip(placement.node_bytes, blocks, strict=True)
+            for held, n in zip(weights, blocks, strict=True)
         )
-        return placement.node_bytes * self.pipelines, (room,) * self.pipelines
+        return weights * self.pipelines, (room,) * self.pipelines
 
     def arrange(self, owners: Rows) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
         alone = tuple((owner,) for owner in owners)
@@ -242,7 +247,7 @@ class AttentionDp(Layout):
         own = max(rows)
         padded = own * self.num_nodes
         dense = self.costs.halves(own, self.tp_size, padded, self.num_ranks)
-        return self.terms_of(dense, self.costs.head(padded, self.num_ranks))
+        return self.terms_of(dense, self.costs.head(padded, self.num_ranks), own)
 
     def lines(self, rows: Rows, tokens: Sequence[float]) -> list[Line]:
         token = self.costs.attention_token(self.tp_size)

@@ -143,14 +143,15 @@ class Layout(ABC):
 
     def base_terms(self, rows: float, tp_size: int) -> Terms:
         """What every layout's step has, for its dense part of `rows` over T ranks."""
-        return self.terms_of(self.costs.dense(rows, tp_size), self.costs.head(rows, tp_size))
+        return self.terms_of(self.costs.dense(rows, tp_size), self.costs.head(rows, tp_size), rows)
 
-    def terms_of(self, dense: Dense, head: float) -> Terms:
+    def terms_of(self, dense: Dense, head: float, rows: float) -> Terms:
+        hw = self.setting.hardware
         return {
             "dense": dense.products + head,
             "elementwise": dense.elementwise,
             "all-reduce": dense.allreduce,
-            "step overhead": self.setting.hardware.step_overhead,
+            "step overhead": hw.step_overhead + rows * hw.row_overhead,
         }
 
     def attention_lines(

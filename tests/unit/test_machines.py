@@ -80,8 +80,8 @@ def test_cpu_toy_is_what_calibrate_makes_of_the_recorded_measurement() -> None:
         pytest.skip("hardware.json was measured anew; calibrate cpu-toy.toml from it")
     assert {name: toy.constants[name] for name in recorded} == recorded
     pretended = set(hardware.CONSTANTS) - set(recorded)
-    assert pretended == {"gpus_per_node", "usable_memory", "sharded_extra"}
-    assert all(toy.constants[name].status == "user" for name in pretended)
+    assert pretended == {"gpus_per_node", "usable_memory", "sharded_extra", "row_overhead"}
+    assert {toy.constants[name].status for name in pretended} == {"user", "prior"}
 
 
 def test_cpu_toy_predicts_recorded_steps_of_stock_sglang() -> None:
