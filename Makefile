@@ -3,11 +3,12 @@ VENV ?= .venv
 PORT ?= 30000
 NODES ?= 2
 PYTEST_ARGS ?=
+COMPARE_ARGS ?=
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve demo test test-fast lint bench validate clean
+.PHONY: help venv serve demo test test-fast lint bench bench-compare validate clean
 
 help:
 	@echo "make serve      a real model on a pool of $(NODES) CPU nodes, until Ctrl-C (PORT=, NODES=)"
@@ -17,6 +18,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make validate   the planner's numbers beside the paper's, some seconds"
 	@echo "make bench      planner, exchange, idle pool, controller, decode step; json in bench/results"
+	@echo "make bench-compare  TKNP beside DP, TP and PP, under an hour (COMPARE_ARGS=--quick: 10 minutes)"
 	@echo "make venv       the environment in VENV=$(VENV): sglang, 11 GB, some minutes at first"
 	@echo "make clean      removes caches and build leftovers; keeps the environment"
 
@@ -56,6 +58,9 @@ bench: venv
 	$(PYTHON) bench/controller.py
 	$(PYTHON) bench/step.py
 	$(PYTHON) bench/hardware.py
+
+bench-compare: venv
+	$(PYTHON) bench/compare.py $(COMPARE_ARGS)
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
