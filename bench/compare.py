@@ -173,7 +173,8 @@ def run_once(
             start = run_system(flags, env, points, lengths_of or study.toy, study.model, server)
         except RunError as error:
             sys.exit(f"{name}: {error}")
-    return {"flags": flags, **start}
+    named = [study.model.name if flag == str(study.model) else flag for flag in flags]
+    return {"flags": named, **start}
 
 
 def results(

@@ -174,11 +174,17 @@ def run_point(
     rows = request_rows(wait_records(server, release, point.requests))
     return {
         "point": {**asdict(point), "rate": str(point.rate), "name": point.name},
-        "command": " ".join(["python -m sglang.benchmark.serving", *args]),
+        "command": without_paths(["python -m sglang.benchmark.serving", *args], model, server),
         "summary": summary(rows, found, SLO_MS_PER_TOKEN),
         "slo_attainment_of_client": found.get("slo_attainment"),
         "requests": rows,
     }
+
+
+def without_paths(words: Sequence[str], model: Path, server: Server) -> str:
+    """A command that means the same on any machine."""
+    text = " ".join(words)
+    return text.replace(str(model), model.name).replace(f"{server.folder}/", "")
 
 
 def wait_records(server: Server, release: float, count: int) -> list[Record]:
