@@ -19,8 +19,10 @@ from sglang_tknp.launch.planner.cli_options import (
 )
 from sglang_tknp.launch.planner.commands import Server
 from sglang_tknp.launch.planner.compare import LAYOUTS, build, check_name
+from sglang_tknp.launch.planner.layouts import Setting
 from sglang_tknp.launch.planner.metrics import measure
 from sglang_tknp.launch.planner.plan import Plan, make_plan
+from sglang_tknp.launch.planner.recommend import Workload
 from sglang_tknp.launch.planner.simulate import ANY_LENGTH, ROUTERS, Options, Simulation
 from sglang_tknp.shapes import SHAPES
 
@@ -113,9 +115,8 @@ def names_of(args: argparse.Namespace) -> list[str] | None:
     return args.layouts.split(",") if args.layouts else None
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
+def plan_of(args: argparse.Namespace, setting: Setting, workload: Workload) -> Plan:
     """Make the plan, with a progress bar where it takes long."""
-    setting, workload = setting_of(args), workload_of(args)
     with progress(len(workload.trace) >= MANY_REQUESTS, None, "layout") as bar:
 
         def heard(name: str) -> None:
@@ -141,7 +142,7 @@ def run_plan(args: argparse.Namespace) -> int:
     options_of(args)
     if not args.json:  # first, and before anything takes long
         print("\n".join(text.assumptions(setting, workload)), flush=True)
-    plan = plan_of(args)
+    plan = plan_of(args, setting, workload)
     print(json.dumps(text.plan_json(plan), indent=2) if args.json else "\n" + text.plan_text(plan))
     return exit_code(plan)
 
@@ -149,7 +150,7 @@ def run_plan(args: argparse.Namespace) -> int:
 def run_report(args: argparse.Namespace) -> int:
     """Write the page, with a map of those layouts that can be launched."""
     report.check_libraries()
-    plan = plan_of(args)
+    plan = plan_of(args, setting_of(args), workload_of(args))
     with progress(True, None, "part") as bar:
 
         def heard(name: str) -> None:

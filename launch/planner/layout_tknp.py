@@ -23,7 +23,6 @@ class Tknp(Layout):
     title = "TKNP"
     max_overtakes = DEFAULT_MAX_OVERTAKES
     splits_requests = True
-    copies = 1
 
     placement: Placement
 
@@ -97,7 +96,6 @@ class TknpDualRoot(Tknp):
 
     name = "tknp-dual"
     title = "TKNP dual root"
-    copies = 2
 
     @classmethod
     def why_not(cls, setting: Setting) -> str | None:
